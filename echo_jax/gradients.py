@@ -1,0 +1,108 @@
+"""Both directions of a training step: forward and backward streams, and the derivative that carries them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from echo_jax import axes
+from echo_jax.axes import AxisName
+from echo_jax.config import EchoConfig
+from echo_jax.state import init_state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """What the two directions of a training step owe.
+
+    Attributes:
+      forward: state (an EchoState, a pytree of them, or None) for `echo_psum`: what the activations owe.
+      backward: state for `echo_psum_grad`: what their gradients owe.
+    """
+
+    forward: Any
+    backward: Any
+
+
+def init_streams(
+    x: Any,
+    axis_name: AxisName,
+    config: EchoConfig,
+    backward_config: EchoConfig | None = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    spec: Any = None,
+) -> Streams:
+    """Zero states for both directions of a stream of activations like x. Arguments as for `init_state`.
+
+    `backward_config` is what `echo_psum_grad` and `flush_grad` are called with; by default `config`.
+    """
+    backward_config = config if backward_config is None else backward_config
+    return Streams(
+        init_state(x, axis_name, config, mesh=mesh, spec=spec),
+        init_state(x, axis_name, backward_config, mesh=mesh, spec=spec),
+    )
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for a loss whose streams carry residuals in both directions.
+
+    The backward residual travels in the cotangent of `streams.backward`: what was carried in enters as the seed of the
+    returned state's cotangent, and the cotangent of the given state is what is owed at the end.
+
+    Args:
+      loss_fn: (params, streams, *args) -> (loss, streams), or (loss, (streams, aux)) with `has_aux`. loss is a float
+        scalar. It passes `streams.forward` through `echo_psum` and `streams.backward` through `echo_psum_grad`, and
+        returns both.
+      argnums: position, or positions, of the arguments to differentiate; not 1, which are the streams.
+      has_aux: whether loss_fn returns more.
+
+    Returns:
+      A function of loss_fn's arguments that returns (value, grads, streams): value is the loss, or (loss, aux); both
+      residuals in streams are new.
+
+    Raises:
+      TypeError: argnums names the streams, loss_fn does not return Streams of the structure that it was given.
+    """
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+    if 1 in positions or any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in positions):
+        raise TypeError(f"argnums must be positions from 0 other than 1, which is the streams'; found {argnums!r}")
+
+    def value_and_grad_fn(*args: Any) -> tuple[Any, Any, Streams]:
+        if len(args) < 2 or not isinstance(args[1], Streams):
+            found = type(args[1]).__name__ if len(args) > 1 else "nothing"
+            raise TypeError(f"streams, the second argument, must be echo_jax.Streams, found {found}")
+        streams = args[1]
+
+        def run(differentiated: tuple[Any, ...], backward: Any) -> tuple[Any, Any]:
+            full = list(args)
+            full[1] = Streams(streams.forward, backward)
+            for position, value in zip(positions, differentiated, strict=True):
+                full[position] = value
+            loss, rest = loss_fn(*full)
+            new_streams, aux = rest if has_aux else (rest, None)
+            if not isinstance(new_streams, Streams):
+                raise TypeError(f"loss_fn must return echo_jax.Streams beside the loss, found {type(new_streams).__name__}")
+            given, found = jax.tree.structure(streams), jax.tree.structure(new_streams)
+            if given != found:
+                raise TypeError(f"loss_fn must return streams of the structure {given}, found {found}")
+            return (loss, new_streams.backward), (new_streams.forward, aux)
+
+        (loss, backward_out), transpose, (forward, aux) = jax.vjp(
+            run, tuple(args[p] for p in positions), streams.backward, has_aux=True
+        )
+        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(f"loss_fn must return a float scalar as its loss, found {loss.dtype}{list(loss.shape)}")
+        seed = axes.match_varying(jnp.ones_like(loss), loss)
+        carried = jax.tree.map(axes.match_varying, streams.backward, backward_out)
+        grads, backward = transpose((seed, carried))
+        return (loss, aux) if has_aux else loss, grads if isinstance(argnums, tuple) else grads[0], Streams(forward, backward)
+
+    return value_and_grad_fn

@@ -1,0 +1,1 @@
+"""Models built on echo_jax; used from a checkout, not part of the wheel."""

@@ -1,0 +1,312 @@
+"""A decoder-only transformer of the Qwen3 and Llama families, tensor-parallel over one mesh axis.
+
+Everything here runs inside shard_map with check_vma=True, on one rank's shards. Dimensions, as suffixes and in shapes:
+
+    B  batch (local to a data rank)    D  d_model          H  query heads       F  d_ff
+    S  sequence                        V  vocabulary       K  key/value heads   C  head_dim      L  layers
+
+All communication of a step over the tensor-parallel axis, in order of the forward pass (sums in brackets are of the
+backward pass, which runs the other way):
+
+    embed           one exact sum of B*S*D values
+    [flush_grad]    what the backward stream still owes, B*S*D values of 16 bits
+    each layer      [echo_psum_grad], echo_psum after attention; [echo_psum_grad], echo_psum after the MLP
+    flush           what the forward stream still owes
+    head            [echo_psum_grad], then the loss's own small exact sums
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import echo_jax
+from echo_jax import EchoConfig, Streams
+from echo_jax.nn import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbed,
+    local_heads,
+    vocab_parallel_cross_entropy,
+)
+
+Params = Any  # a nested dict of arrays, in the structure of `Transformer`'s state
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """How a model's sums over the tensor-parallel axis are carried out.
+
+    Attributes:
+      axis_name: the mesh axis.
+      forward, backward: configs of the two streams.
+      backward_sum: where gradients are summed: 'norm_output', as Megatron does, or 'residual_stream', before the norm,
+        where the backward stream telescopes exactly (but trained worse in trials: design notes in docs/theory.md).
+      settle: whether each stream pays what it owes where it ends. Without, the caller carries or drops the streams.
+    """
+
+    axis_name: str = "model"
+    forward: EchoConfig = EchoConfig()
+    backward: EchoConfig = EchoConfig()
+    backward_sum: str = "norm_output"
+    settle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backward_sum not in ("norm_output", "residual_stream"):
+            raise ValueError(
+                f"backward_sum must be 'norm_output' or 'residual_stream', found {self.backward_sum!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Shapes and numerics. `qk_norm` tells Qwen3 from Llama.
+
+    Raises ValueError where heads do not divide.
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+    dtype: Any = jnp.bfloat16
+    param_dtype: Any = jnp.float32
+    comm: Communication = Communication()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, found {self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
+
+    def check_ranks(self, ranks: int) -> None:
+        """ValueError unless the model can be split over this many tensor-parallel ranks."""
+        for field in ("num_heads", "d_ff", "vocab_size"):
+            if getattr(self, field) % ranks:
+                raise ValueError(f"{field} must be a multiple of the {ranks} ranks, found {getattr(self, field)}")
+
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(self, 1)))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary embeddings. Column-parallel in, row-parallel out."""
+
+    def __init__(self, config: TransformerConfig, ranks: int, *, rngs: nnx.Rngs):
+        self.config = config
+        axis, width = config.comm.axis_name, config.head_dim
+        kv_axis = axis if config.num_kv_heads % ranks == 0 else None  # too few to split: whole on every rank
+        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        self.q_proj = ColumnParallelLinear(config.d_model, config.num_heads * width, axis_name=axis, **dtypes)
+        self.k_proj = ColumnParallelLinear(config.d_model, config.num_kv_heads * width, axis_name=kv_axis, **dtypes)
+        self.v_proj = ColumnParallelLinear(config.d_model, config.num_kv_heads * width, axis_name=kv_axis, **dtypes)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * width,
+            config.d_model,
+            axis_name=axis,
+            config=config.comm.forward,
+            name="attention_out",
+            kernel_init=_output_init(config),
+            **dtypes,
+        )
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (_rms_norm(width, config, rngs) for _ in range(2))
+
+    def __call__(self, x_BSD: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        config = self.config
+        kv_heads, kv_index = local_heads(config.num_heads, config.num_kv_heads, config.comm.axis_name)
+        q_BSHC = _split_heads(self.q_proj(x_BSD), config.head_dim)
+        k_BSKC, v_BSKC = (self._key_value(x_BSD, proj, kv_heads, kv_index) for proj in (self.k_proj, self.v_proj))
+        if config.qk_norm:
+            q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
+        positions = jnp.arange(x_BSD.shape[1])
+        q_BSHC, k_BSKC = (rotary(a, positions, config.rope_theta) for a in (q_BSHC, k_BSKC))
+        out_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True)
+        return self.o_proj(out_BSHC.reshape(*x_BSD.shape[:2], -1), state)
+
+    def _key_value(self, x_BSD: jax.Array, proj: ColumnParallelLinear, heads: int, index: jax.Array | None) -> jax.Array:
+        if index is None:
+            return _split_heads(proj(x_BSD), self.config.head_dim)
+        kernel_DKC = proj.kernel[...].reshape(self.config.d_model, -1, self.config.head_dim)
+        kernel_DKC = jnp.take(kernel_DKC, index, axis=1).astype(self.config.dtype)
+        return jnp.einsum("bsd,dkc->bskc", x_BSD, kernel_DKC)
+
+
+class MLP(nnx.Module):
+    """SwiGLU. Column-parallel in, row-parallel out."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        axis = config.comm.axis_name
+        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        self.gate_proj = ColumnParallelLinear(config.d_model, config.d_ff, axis_name=axis, **dtypes)
+        self.up_proj = ColumnParallelLinear(config.d_model, config.d_ff, axis_name=axis, **dtypes)
+        self.down_proj = RowParallelLinear(
+            config.d_ff,
+            config.d_model,
+            axis_name=axis,
+            config=config.comm.forward,
+            name="mlp_out",
+            kernel_init=_output_init(config),
+            **dtypes,
+        )
+
+    def __call__(self, x_BSD: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD), state)
+
+
+class Block(nnx.Module):
+    """h + attention(norm(h)), then h + mlp(norm(h)); the residual stream h_BSD is equal on all ranks."""
+
+    def __init__(self, config: TransformerConfig, ranks: int, *, rngs: nnx.Rngs):
+        self.comm = config.comm
+        self.attention_norm = _rms_norm(config.d_model, config, rngs)
+        self.attention = Attention(config, ranks, rngs=rngs)
+        self.mlp_norm = _rms_norm(config.d_model, config, rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, h_BSD: jax.Array, streams: Streams) -> tuple[jax.Array, Streams]:
+        forward, backward = streams.forward, streams.backward
+        x_BSD, backward = block_input(self.attention_norm, h_BSD, backward, self.comm, "attention_in")
+        y_BSD, forward = self.attention(x_BSD, forward)
+        h_BSD = h_BSD + y_BSD
+        x_BSD, backward = block_input(self.mlp_norm, h_BSD, backward, self.comm, "mlp_in")
+        y_BSD, forward = self.mlp(x_BSD, forward)
+        return h_BSD + y_BSD, Streams(forward, backward)
+
+
+class Transformer(nnx.Module):
+    """Tokens to logits. Built with global shapes; called, inside shard_map, on one rank's shards."""
+
+    def __init__(self, config: TransformerConfig, ranks: int, *, rngs: nnx.Rngs):
+        self.config = config
+        axis = config.comm.axis_name
+        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        self.embed = VocabParallelEmbed(config.vocab_size, config.d_model, axis_name=axis, **dtypes)
+        make_block = lambda key: Block(config, ranks, rngs=nnx.Rngs(key))  # noqa: E731
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.blocks = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: None})(keys)  # [L, ...] each
+        self.final_norm = _rms_norm(config.d_model, config, rngs)
+        if not config.tie_embeddings:
+            self.head = ColumnParallelLinear(config.d_model, config.vocab_size, axis_name=axis, **dtypes)
+
+    def __call__(self, tokens_BS: jax.Array, streams: Streams) -> tuple[jax.Array, Streams]:
+        """int32[B, S] -> (this rank's logits[B, S, V/n], streams)."""
+        comm = self.config.comm
+        h_BSD = self.embed(tokens_BS)
+        if comm.settle:
+            h_BSD, backward = echo_jax.flush_grad(h_BSD, comm.axis_name, streams.backward, comm.backward)
+            streams = Streams(streams.forward, backward)
+
+        graph, params = nnx.split(self.blocks)
+
+        def layer(carry: tuple[jax.Array, Streams], params: Any) -> tuple[tuple[jax.Array, Streams], None]:
+            return nnx.merge(graph, params)(*carry), None
+
+        layer = jax.checkpoint(layer, policy=echo_jax.remat_policy, prevent_cse=False)
+        (h_BSD, streams), _ = lax.scan(layer, (h_BSD, streams), params)
+
+        forward = streams.forward
+        if comm.settle:
+            h_BSD, forward = echo_jax.flush(h_BSD, comm.axis_name, forward, comm.forward)
+        x_BSD, backward = block_input(self.final_norm, h_BSD, streams.backward, comm, "head_in")
+        logits = self.embed.attend(x_BSD) if self.config.tie_embeddings else self.head(x_BSD)
+        return logits, Streams(forward, backward)
+
+
+def block_input(
+    norm: nnx.RMSNorm, h_BSD: jax.Array, backward: Any, comm: Communication, name: str
+) -> tuple[jax.Array, Any]:
+    """norm(h), varying over the axis, with one sum of its gradient over the ranks that use it."""
+    if comm.backward_sum == "residual_stream":
+        h_BSD, backward = echo_jax.echo_psum_grad(h_BSD, comm.axis_name, backward, comm.backward, name=name)
+        return norm(h_BSD), backward
+    return echo_jax.echo_psum_grad(norm(h_BSD), comm.axis_name, backward, comm.backward, name=name)
+
+
+def rotary(x_BSHC: jax.Array, positions_S: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864), halves paired as Qwen3 and Llama pair them."""
+    half = x_BSHC.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_S1C = positions_S[:, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle_S1C), jnp.sin(angle_S1C)
+    first, second = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHC.dtype)
+
+
+def _split_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
+def _rms_norm(features: int, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        features, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
+    )
+
+
+def _output_init(config: TransformerConfig) -> nnx.Initializer:
+    """Smaller by sqrt(2L), so that the residual stream's variance does not grow with depth (GPT-2)."""
+    return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
+
+
+# --- parameters and streams on a mesh ------------------------------------------------------------------------------
+
+
+def abstract_params(config: TransformerConfig, ranks: int) -> Params:
+    """Shapes and dtypes of the parameters."""
+    return nnx.to_pure_dict(nnx.split(_abstract_model(config, ranks))[1])
+
+
+def param_specs(config: TransformerConfig, ranks: int) -> Params:
+    """PartitionSpec of every parameter, as shard_map and NamedSharding want them."""
+    return nnx.to_pure_dict(nnx.get_partition_spec(nnx.split(_abstract_model(config, ranks))[1]))
+
+
+def init_params(config: TransformerConfig, key: jax.Array, mesh: Mesh) -> Params:
+    """Random parameters, placed on the mesh. The same values for every number of ranks."""
+    ranks = mesh.shape[config.comm.axis_name]
+    config.check_ranks(ranks)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, ranks))
+
+    def init(key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.split(Transformer(config, ranks, rngs=nnx.Rngs(key)))[1])
+
+    return jax.jit(init, out_shardings=shardings)(key)
+
+
+def init_streams(config: TransformerConfig, batch: int, sequence: int, mesh: Mesh, spec: PartitionSpec) -> Streams:
+    """Zero streams for a global batch of int32[batch, sequence] tokens, sharded as `spec` says."""
+    h_BSD = jax.ShapeDtypeStruct((batch, sequence, config.d_model), config.dtype)
+    comm = config.comm
+    return echo_jax.init_streams(h_BSD, comm.axis_name, comm.forward, comm.backward, mesh=mesh, spec=spec)
+
+
+def apply(config: TransformerConfig, params: Params, tokens_BS: jax.Array, streams: Streams) -> Any:
+    """(logits[B, S, V/n], streams) of one rank; params are its shards."""
+    ranks = lax.axis_size(config.comm.axis_name)
+    graph = nnx.split(_abstract_model(config, ranks))[0]
+    return nnx.merge(graph, params)(tokens_BS, streams)
+
+
+def token_losses(
+    config: TransformerConfig, params: Params, tokens_BS: jax.Array, labels_BS: jax.Array, streams: Streams
+) -> tuple[jax.Array, Streams]:
+    """(cross-entropy float32[B, S] in nats, streams) of one rank."""
+    logits, streams = apply(config, params, tokens_BS, streams)
+    return vocab_parallel_cross_entropy(logits, labels_BS, config.comm.axis_name), streams
+
+
+def _abstract_model(config: TransformerConfig, ranks: int) -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(config, ranks, rngs=nnx.Rngs(0)))

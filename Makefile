@@ -1,0 +1,70 @@
+# Everything runs in .venv, made from PYTHON; nothing outside the checkout is touched.
+#
+#   make train        train the tiny preset, compare it with the 16-bit sum (ARGS="--steps 500" for other flags)
+#   make test         all tests but the soak ones (ARGS="-k wire" to choose)
+#   make test-other   the quick tests on the other end of the supported Pythons: 3.11, or the newest there is
+#   make soak         the long ones
+#   make lint         ruff and mypy; `make format` rewrites
+#   make wheel        dist/*.whl
+#   make docs         API reference in build/docs
+#   make clean        remove all of that
+
+PYTHON ?= python3
+VENV := .venv
+OTHER := .venv-other
+ARGS ?=
+BIN := $(VENV)/bin
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+.PHONY: train test test-other soak lint format wheel docs clean
+
+train: $(VENV)/train.stamp
+	$(BIN)/python train.py --preset tiny --compare $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(PYTEST) -n 2 $(ARGS)
+
+soak: $(VENV)/test.stamp
+	$(PYTEST) -m soak $(ARGS)
+
+test-other:
+	@python="$$(PYTHON=$(PYTHON) .ci/other-python)" && $(MAKE) --no-print-directory test-with OTHER_PYTHON="$$python"
+
+.PHONY: test-with
+test-with:
+	@echo "quick tests on $$($(OTHER_PYTHON) --version) ($(OTHER_PYTHON))"
+	$(MAKE) --no-print-directory VENV=$(OTHER) PYTHON=$(OTHER_PYTHON) $(OTHER)/test.stamp
+	JAX_PLATFORMS=cpu $(OTHER)/bin/python -m pytest -n 2 -m quick $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	JAX_PLATFORMS=cpu $(BIN)/mypy
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/python.stamp
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+docs: $(VENV)/docs.stamp
+	JAX_PLATFORMS=cpu $(BIN)/pdoc --docformat google --output-directory build/docs echo_jax pallas_kernels
+
+clean:
+	rm -rf $(VENV) $(OTHER) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# --- environments: a stamp for each extra, so that nothing is installed twice while pyproject.toml stays as it is -----
+
+$(VENV)/python.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "echo-jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." \
+	       "Name another with: make $(or $(MAKECMDGOALS),train) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/%.stamp: pyproject.toml | $(VENV)/python.stamp
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	touch $@

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Half a unit in the last place of a bfloat16 significand: the relative error of a stored scale.
-SCALE_ROUNDING = 2.0**-9
+# Half a unit in the last place of a bfloat16 significand (8 bits): the relative error of a stored scale.
+SCALE_ROUNDING = 2.0**-8
 _SMALLEST_NORMAL = 2.0**-126
 
 

@@ -169,11 +169,10 @@ def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: E
     except (TypeError, ValueError) as error:
         error.args = (f"{name}: {error.args[0]}", *error.args[1:])
         raise
-    with jax.named_scope(name):
-        results = [
-            call(*_match_axes(jnp.asarray(leaf), leaf_state, axis_name), layout)
-            for (_, leaf, leaf_state), layout in zip(leaves, layouts, strict=True)
-        ]
+    results = []
+    for (_, leaf, leaf_state), layout in zip(leaves, layouts, strict=True):
+        with jax.named_scope(f"{name}/{layout.scheme}{layout.group_size}"):
+            results.append(call(*_match_axes(jnp.asarray(leaf), leaf_state, axis_name), layout))
     structure = jax.tree.structure(x)
     y = jax.tree.unflatten(structure, [leaf for leaf, _ in results])
     return y, None if state is None else jax.tree.unflatten(structure, [leaf_state for _, leaf_state in results])
@@ -302,7 +301,7 @@ def _echo_psum_bwd(layout, config, _, cotangents):
     y_bar, state_bar = cotangents
     x_like = _varying_over_axis(jnp.zeros_like(y_bar), layout.axis_name)
     # Taken from lax.psum itself: what its transpose is depends on check_vma, and so must ours.
-    _, transpose = jax.vjp(lambda x: lax.psum(x, layout.axis_name), x_like)
+    transpose = jax.linear_transpose(lambda x: lax.psum(x, layout.axis_name), x_like)
     return *transpose(y_bar), jax.tree.map(jnp.zeros_like, state_bar)
 
 

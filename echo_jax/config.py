@@ -44,7 +44,7 @@ class EchoConfig:
     Attributes:
       codec: the code on the wire, a key of `echo_jax.codecs.CODECS`: 'hadamard_int4', 'int4', 'int8' or 'none'
         (values in x's own dtype, summed in float32).
-      group_size: values that share a scale, at most: a power of two from 16 to 1024. The group that a call uses is the
+      group_size: values that share a scale, at most: a power of two from 32 to 1024. The group that a call uses is the
         largest power of two up to it that divides the last axis (`echo_jax.layout.Layout`).
       feedback: whether rounding errors are kept and added to the next call. Without it the state is None.
       algorithm: 'two_shot' (all-to-all of codes, float32 sum, all-gather of codes: two roundings a value at most),
@@ -76,8 +76,8 @@ class EchoConfig:
         if not isinstance(self.feedback, bool):
             raise TypeError(f"feedback must be a bool, found {self.feedback!r}")
         _check_int("group_size", self.group_size)
-        if self.group_size not in (16, 32, 64, 128, 256, 512, 1024):
-            raise ValueError(f"group_size must be a power of two from 16 to 1024, found {self.group_size}")
+        if self.group_size not in (32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"group_size must be a power of two from 32 to 1024, found {self.group_size}")
         _check_int("min_elements", self.min_elements)
         if self.min_elements < 0:
             raise ValueError(f"min_elements must be at least 0, found {self.min_elements}")

@@ -47,7 +47,7 @@ class Layout:
         """The layout that `config` gives to an x of `shape` on each of `ranks` ranks."""
         row = shape[-1] if shape else 1
         group = math.gcd(row, config.group_size)
-        if group < min(SMALLEST_ROW_GROUP, config.group_size):
+        if group < SMALLEST_ROW_GROUP:
             scheme, group = "flat", config.group_size
         elif row % (ranks * group) == 0:
             scheme = "columns"

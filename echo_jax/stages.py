@@ -1,10 +1,10 @@
 """A call's local stages in plain JAX: the meaning that every other backend is held to.
 
-Shapes: n ranks, G groups a chunk, g values a group, B bytes a chunk. `values` and residuals are float32[n, G, g] in the
+Shapes: n ranks, G groups a chunk, g values a group, B lines of 16 bytes a chunk. `values` and residuals are float32[n, G, g] in the
 codec's domain. Every stage is a pure function of one rank's data; the collectives between them are in `collectives.py`.
 
-    encode    x, residual          ->  wire uint8[n, B], the values that were meant, what rounding left behind
-    reduce    n wire chunks, own   ->  wire uint8[B] of the sum, what rounding left behind
+    encode    x, residual          ->  wire uint8[n, B, 16], the values that were meant, what rounding left behind
+    reduce    n wire chunks, own   ->  wire uint8[B, 16] of the sum, what rounding left behind
     decode    n wire chunks        ->  the sum, back in x's domain
 """
 
@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
     """What `encode` and `reduce` give.
 
     Attributes:
-      wire: uint8[..., B].
+      wire: uint8[..., B, 16].
       values: float32[..., G, g], what the wire should have said.
       error: float32[..., G, g], values minus what it says; 0 where a value is not finite.
     """
@@ -49,7 +49,7 @@ def reduce(wire: jax.Array, own: jax.Array, rank: jax.Array, codec: Codec, dtype
     """Sum one chunk over all ranks, in float32 and in rank order, and code the sum.
 
     Args:
-      wire: uint8[n, B]: the chunk as every rank sent it.
+      wire: uint8[n, B, 16]: the chunk as every rank sent it.
       own: float32[G, g]: the same chunk of this rank, not rounded; it stands in for wire[rank].
       rank: int32[]: this rank.
       dtype: dtype of the call's x.
@@ -62,7 +62,7 @@ def reduce(wire: jax.Array, own: jax.Array, rank: jax.Array, codec: Codec, dtype
 
 
 def decode(wire: jax.Array, groups: int, group_size: int, codec: Codec, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """uint8[..., B] -> float32[..., G, g] in x's domain.
+    """uint8[..., B, 16] -> float32[..., G, g] in x's domain.
 
     Codes are whole numbers, so rotating them back before they are scaled is exact: every rank and every backend gets
     the same bits.
@@ -74,7 +74,7 @@ def decode(wire: jax.Array, groups: int, group_size: int, codec: Codec, dtype: j
 def decode_and_sum(
     wire: jax.Array, groups: int, group_size: int, codec: Codec, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """uint8[n, ..., B] -> float32[..., G, g]: what every rank sent, summed in rank order, in x's domain."""
+    """uint8[n, ..., B, 16] -> float32[..., G, g]: what every rank sent, summed in rank order, in x's domain."""
     return _sum_in_rank_order(decode(wire, groups, group_size, codec, dtype))
 
 

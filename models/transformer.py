@@ -37,6 +37,7 @@ from echo_jax.nn import (
 )
 
 Params = Any  # a nested dict of arrays, in the structure of `Transformer`'s state
+Stats = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +203,8 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             self.head = ColumnParallelLinear(config.d_model, config.vocab_size, axis_name=axis, **dtypes)
 
-    def __call__(self, tokens_BS: jax.Array, streams: Streams) -> tuple[jax.Array, Streams]:
-        """int32[B, S] -> (this rank's logits[B, S, V/n], streams)."""
+    def __call__(self, tokens_BS: jax.Array, streams: Streams) -> tuple[jax.Array, Streams, Stats]:
+        """int32[B, S] -> (this rank's logits[B, S, V/n], streams, `residual_stats` above the last layer)."""
         comm = self.config.comm
         h_BSD = self.embed(tokens_BS)
         if comm.settle:
@@ -219,11 +220,12 @@ class Transformer(nnx.Module):
         (h_BSD, streams), _ = lax.scan(layer, (h_BSD, streams), params)
 
         forward = streams.forward
+        stats = {} if forward is None else echo_jax.residual_stats(*lax.stop_gradient((h_BSD, forward)))
         if comm.settle:
             h_BSD, forward = echo_jax.flush(h_BSD, comm.axis_name, forward, comm.forward)
         x_BSD, backward = block_input(self.final_norm, h_BSD, streams.backward, comm, "head_in")
         logits = self.embed.attend(x_BSD) if self.config.tie_embeddings else self.head(x_BSD)
-        return logits, Streams(forward, backward)
+        return logits, Streams(forward, backward), stats
 
 
 def block_input(
@@ -293,19 +295,21 @@ def init_streams(config: TransformerConfig, batch: int, sequence: int, mesh: Mes
     return echo_jax.init_streams(h_BSD, comm.axis_name, comm.forward, comm.backward, mesh=mesh, spec=spec)
 
 
-def apply(config: TransformerConfig, params: Params, tokens_BS: jax.Array, streams: Streams) -> Any:
-    """(logits[B, S, V/n], streams) of one rank; params are its shards."""
-    ranks = lax.axis_size(config.comm.axis_name)
-    graph = nnx.split(_abstract_model(config, ranks))[0]
+def apply(
+    config: TransformerConfig, params: Params, tokens_BS: jax.Array, streams: Streams
+) -> tuple[jax.Array, Streams, Stats]:
+    """`Transformer` on one rank's shards of the parameters, inside shard_map."""
+    graph = nnx.split(_abstract_model(config, lax.axis_size(config.comm.axis_name)))[0]
     return nnx.merge(graph, params)(tokens_BS, streams)
 
 
-def token_losses(
-    config: TransformerConfig, params: Params, tokens_BS: jax.Array, labels_BS: jax.Array, streams: Streams
-) -> tuple[jax.Array, Streams]:
-    """(cross-entropy float32[B, S] in nats, streams) of one rank."""
-    logits, streams = apply(config, params, tokens_BS, streams)
-    return vocab_parallel_cross_entropy(logits, labels_BS, config.comm.axis_name), streams
+def mean_loss(
+    config: TransformerConfig, params: Params, streams: Streams, window_BS1: jax.Array
+) -> tuple[jax.Array, tuple[Streams, Stats]]:
+    """(cross-entropy float32[] in nats a token, (streams, stats)) of one rank's int32[B, S + 1] windows."""
+    logits, streams, stats = apply(config, params, window_BS1[:, :-1], streams)
+    losses_BS = vocab_parallel_cross_entropy(logits, window_BS1[:, 1:], config.comm.axis_name)
+    return losses_BS.mean(), (streams, stats)
 
 
 def _abstract_model(config: TransformerConfig, ranks: int) -> Transformer:

@@ -14,12 +14,13 @@ import numpy as np
 from jax import lax
 
 from echo_jax.codecs import rotation
-from echo_jax.codecs.integer import IntegerGrid
+from echo_jax.codecs.integer import LINE, IntegerGrid
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A code. Values are float32 groups, shape [..., G, g]: G groups of g values; bytes are uint8[..., nbytes].
+    """A code. Values are float32 groups, shape [..., G, g]: G groups of g values, g a power of two from 32; bytes are
+    lines of 16, uint8[..., nbytes / 16, 16].
 
     Attributes:
       grid: the integers that values are rounded to; None sends the values themselves, in the dtype of x.
@@ -47,18 +48,18 @@ class Codec:
         return groups * group_size * np.dtype(dtype).itemsize
 
     def encode(self, v: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """float32[..., G, g] -> uint8[..., nbytes]."""
+        """float32[..., G, g] -> uint8[..., nbytes / 16, 16]."""
         if self.grid is not None:
             return self.grid.encode(v)
-        return lax.bitcast_convert_type(v.astype(dtype), jnp.uint8).reshape(*v.shape[:-2], -1)
+        return lax.bitcast_convert_type(v.astype(dtype), jnp.uint8).reshape(*v.shape[:-2], -1, LINE)
 
     def decode(
         self, wire: jax.Array, groups: int, group_size: int, dtype: jax.typing.DTypeLike
     ) -> tuple[jax.Array, jax.Array]:
-        """uint8[..., nbytes] -> (codes float32[..., G, g], scales float32[..., G, 1]); a value is their product."""
+        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1]); a value is their product."""
         if self.grid is not None:
             return self.grid.decode(wire, groups, group_size)
-        grouped = wire.reshape(*wire.shape[:-1], groups, group_size, np.dtype(dtype).itemsize)
+        grouped = wire.reshape(*wire.shape[:-2], groups, group_size, np.dtype(dtype).itemsize)
         values = lax.bitcast_convert_type(grouped, dtype).astype(jnp.float32)
         return values, jnp.ones((*values.shape[:-1], 1), jnp.float32)
 

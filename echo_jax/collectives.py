@@ -240,16 +240,17 @@ def _compensated_sum(
         error = sent.error
     else:
         rank = lax.axis_index(axis_name)
+        own = lax.dynamic_index_in_dim(sent.values, rank, keepdims=False)
         with jax.named_scope("all_to_all"):
             received = lax.all_to_all(sent.wire, axis_name, 0, 0, tiled=True)
         with jax.named_scope("reduce"):
-            own = lax.dynamic_index_in_dim(sent.values, rank, keepdims=False)
             reduced = stages.reduce(received, own, rank, codec, x.dtype)
         with jax.named_scope("all_gather"):
             wire = axes.all_gather(reduced.wire, axis_name)
         with jax.named_scope("decode"):
             chunks = stages.decode(wire, layout.groups, layout.group_size, codec, x.dtype)
-        error = lax.dynamic_update_index_in_dim(sent.error, reduced.error, rank, 0)
+        is_own = jnp.arange(layout.ranks)[:, None, None] == rank
+        error = jnp.where(is_own, reduced.error, sent.error)
     y = layout.from_chunks(chunks.astype(x.dtype))
     return y, None if state is None else _with_residual(state, error[None].astype(state.residual.dtype))
 

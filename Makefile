@@ -4,7 +4,7 @@
 #   make test         all tests but the soak ones (ARGS="-k wire" to choose)
 #   make test-other   the quick tests on the other end of the supported Pythons: 3.11, or the newest there is
 #   make soak         the long ones
-#   make lint         ruff and mypy; `make format` rewrites
+#   make lint         ruff and pyright; `make format` rewrites
 #   make wheel        dist/*.whl
 #   make docs         API reference in build/docs
 #   make clean        remove all of that
@@ -39,7 +39,7 @@ test-with:
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	JAX_PLATFORMS=cpu $(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
@@ -54,13 +54,13 @@ docs: $(VENV)/docs.stamp
 	JAX_PLATFORMS=cpu $(BIN)/pdoc --docformat google --output-directory build/docs echo_jax pallas_kernels
 
 clean:
-	rm -rf $(VENV) $(OTHER) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OTHER) build dist .pytest_cache .ruff_cache .hypothesis
 
 # --- environments: a stamp for each extra, so that nothing is installed twice while pyproject.toml stays as it is -----
 
 $(VENV)/python.stamp:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "echo-jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "echo-jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
 	       "Name another with: make $(or $(MAKECMDGOALS),train) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	touch $@

@@ -35,6 +35,12 @@ def types_say_varying(axis_name: AxisName) -> bool:
     return all(name in varying_axes(lax.axis_index(name)) for name in axis_names(axis_name))
 
 
+def is_vmapped(axis_name: AxisName) -> bool:
+    """Whether the axis is that of a vmap(axis_name=...), not of a mesh: for a tuple, whether any of them is."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return any(name not in manual for name in axis_names(axis_name))
+
+
 def varying_axes(x: Any) -> frozenset[Hashable]:
     """Axes that x's type says it varies over: nothing outside check_vma=True."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)

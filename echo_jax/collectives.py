@@ -63,7 +63,12 @@ def echo_psum(
     """
 
     def call(x: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
-        y, state = _echo_psum(_varying_over_axis(x, axis_name), state, layout, config)
+        x = _varying_over_axis(x, axis_name)
+        if axes.is_vmapped(axis_name):
+            y, state = _compensated_sum(*lax.stop_gradient((x, state)), layout, config)
+            y = _with_derivative_of(lax.psum(x, axis_name), y)
+        else:
+            y, state = _echo_psum(x, state, layout, config)
         return checkpoint_name(y, SUM_NAME), state
 
     return _for_each_leaf(call, x, axis_name, state, config, name or "echo_psum")
@@ -306,6 +311,16 @@ def _echo_psum_bwd(layout, config, _, cotangents):
     return *transpose(y_bar), jax.tree.map(jnp.zeros_like, state_bar)
 
 
+@jax.custom_vjp
+def _with_derivative_of(z, y):
+    """y, differentiated as if it were z: the rule for vmap, whose axis a rule run outside it cannot name.
+
+    Compiled, z itself is dead code; uncompiled, nothing is sent under vmap anyway.
+    """
+    del z
+    return y
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _echo_psum_grad(x, state, layout, config):
     del config
@@ -337,6 +352,7 @@ def _flush_grad_bwd(layout, config, _, cotangents):
     return _add_debt(x_bar, residual, layout, config)
 
 
+_with_derivative_of.defvjp(lambda z, y: (y, None), lambda _, y_bar: (y_bar, jnp.zeros_like(y_bar)))
 _echo_psum.defvjp(_echo_psum_fwd, _echo_psum_bwd)
 _echo_psum_grad.defvjp(_echo_psum_grad_fwd, _echo_psum_grad_bwd)
 _flush_grad.defvjp(_flush_grad_fwd, _flush_grad_bwd)

@@ -77,8 +77,9 @@ class IntegerGrid:
             other = jnp.minimum(largest, -smallest)  # largest magnitude on the other side; negative if there is none
             step = jnp.maximum(magnitude / (0.5 - self.low), other / (0.5 + self.high))
             scale = jnp.where(largest > -smallest, -step, step)
-        scale = jnp.where(jnp.isfinite(magnitude), scale, jnp.nan)
         scale = jnp.where(magnitude < self.high * _SMALLEST_NORMAL * 2, 0.0, scale)  # its inverse would overflow
+        # Looked for by itself: XLA's CPU backend may lose a NaN in a maximum over an axis.
+        scale = jnp.where(jnp.isfinite(v).all(-1, keepdims=True), scale, jnp.nan)
         # Not a cast to bfloat16 and back, which XLA may remove; the residual must see the scale that is sent.
         return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
 

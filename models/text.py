@@ -50,9 +50,15 @@ def load_corpus(data: Path | None, tokenizer: Path | None) -> Corpus:
 
     if not tokenizer.is_file():
         raise FileNotFoundError(f"tokenizer must be an existing tokenizer.json, found {tokenizer}")
-    encoder = Tokenizer.from_file(str(tokenizer))
+    try:
+        encoder = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"tokenizer must be a tokenizer.json, found {tokenizer}: {error}") from error
+    encoder.no_truncation()  # the file may ask for both, meant for single sentences
+    encoder.no_padding()
     encodings = encoder.encode_batch(texts)
-    return _split(np.concatenate([np.array(e.ids, np.uint32) for e in encodings]), encoder.get_vocab_size())
+    vocab_size = max(encoder.get_vocab().values()) + 1  # the ids of some have gaps
+    return _split(np.concatenate([np.array(e.ids, np.uint32) for e in encodings]), vocab_size)
 
 
 def batches(tokens: np.ndarray, batch: int, length: int, seed: int | None) -> grain.IterDataset:
@@ -69,7 +75,11 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int | None) -> gr
         )
     if seed is not None:
         windows = windows.seed(seed).shuffle()
-    return windows.repeat().batch(batch).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
+    return (
+        windows.repeat()
+        .batch(batch, drop_remainder=True)
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
+    )
 
 
 class _Windows:
@@ -79,7 +89,7 @@ class _Windows:
         self._tokens, self._length = tokens, length
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
+        return max(len(self._tokens) - 1, 0) // self._length
 
     def __getitem__(self, index: int) -> np.ndarray:
         start = index * self._length

@@ -1,0 +1,526 @@
+"""train.py as its users run it: processes that are stopped, killed and started again with the same command."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from helpers import assert_same_bits
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+import train
+from echo_jax import wire
+
+ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+
+STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 5
+ENDS = ("settle", "carry")
+PATIENCE = 300  # seconds for one process; it takes about 8, and 30 where it compiles on a busy machine
+
+
+# --- processes and what they leave -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """A folder that all tests of a session share, in whichever worker they run, with one text and one compile cache."""
+
+    folder: Path
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text" / "text.txt"
+
+    def flags(self, workdir: Path, end: str) -> list[str]:
+        """Small activations, so min_elements 0: the sums would all be exact. Cadences that fall on different steps."""
+        flags = f"--end {end} --steps {STEPS} --save-every {SAVE_EVERY} --eval-every {EVAL_EVERY} --eval-batches 2"
+        flags += " --log-every 1 --batch 4 --sequence 32 --min-elements 0"
+        return [*flags.split(), "--data", str(self.text), "--workdir", str(workdir)]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        ours = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        theirs = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # train.py makes the devices
+        return {**theirs, **ours, **more}
+
+    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """The folder that `make` fills, made by the first test and the first worker that asks for it."""
+        folder = self.folder / name
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                unfinished = self.folder / f"{name}.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the last line says."""
+        return json.loads(self.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+
+
+def run(lab: Lab, flags: list[str], sends: str | None = None, **environment: str) -> Ended:
+    """Run to the end. `sends` are the first arguments of signalled.py: which signals, and when."""
+    script = ["train.py"] if sends is None else [str(TESTS / "signalled.py"), *sends.split()]
+    with started([*script, *flags], lab.environment(**environment)) as process:
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+        return Ended(process.returncode, stdout, stderr)
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """Steps of the whole checkpoints."""
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def saved_arrays(workdir: Path) -> dict[str, Any]:
+    """All arrays of the newest checkpoint: 'state' (parameters, optimizer, step) and 'echo' (both residuals)."""
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(workdir / "checkpoints", options=options) as manager:
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(), echo=ocp.args.StandardRestore())
+        restored = manager.restore(manager.latest_step(), args=items)
+    return jax.tree.map(np.asarray, {"state": restored["state"], "echo": restored["echo"]})
+
+
+def metric_rows(workdir: Path) -> list[tuple[int, str, float]]:
+    with (workdir / "metrics.csv").open(newline="") as file:
+        return [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
+
+
+def comparable(rows: list[tuple[int, str, float]]) -> list[tuple[int, str, float]]:
+    """What does not depend on the machine, in an order that does not depend on when evaluations were caught up."""
+    return sorted(row for row in rows if row[1] != "tokens_per_s")
+
+
+def event_rows(workdir: Path) -> list[tuple[int, str]]:
+    """(step, name) of the TensorBoard events that a viewer shows: a restart purges what it does again."""
+    shown: list[tuple[int, str]] = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        for event in events(path):
+            if event.session_log.status == SessionLog.START:
+                shown = [row for row in shown if row[0] < event.step]
+            shown += [(event.step, value.tag) for value in event.summary.value]
+    return sorted(shown)
+
+
+def events(path: Path) -> Iterator[Event]:
+    """The records of a TFRecord file: length, its checksum, content, checksum."""
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        yield Event.FromString(content[at + 12 : at + 12 + length])
+        at += length + 16
+
+
+def assert_same_end(workdir: Path, reference: Path) -> None:
+    assert saved_steps(workdir)[-1] == STEPS
+    assert_same_bits(saved_arrays(workdir), saved_arrays(reference))
+    assert comparable(metric_rows(workdir)) == comparable(metric_rows(reference))
+
+
+# --- runs that several tests look at ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train"  # one for all workers
+    folder.mkdir(exist_ok=True)
+    lab = Lab(folder)
+
+    def write(text: Path) -> None:
+        words = random.Random(0).choices(["to", "be", "or", "not", "that", "is", "the", "question"], k=20_000)
+        (text / "text.txt").write_text(" ".join(words))
+
+    lab.once("text", write)
+    return lab
+
+
+def uninterrupted(lab: Lab, end: str) -> Path:
+    """A run that nothing stopped, and result.json; the one that settles is followed by its --compare run."""
+
+    def make(folder: Path) -> None:
+        ended = run(lab, [*lab.flags(folder, end), *(["--compare"] if end == "settle" else [])])
+        assert ended.code == 0, ended.stderr
+        (folder / "result.json").write_text(ended.stdout.splitlines()[-1])
+
+    return lab.once(f"uninterrupted-{end}", make)
+
+
+# (signals and when; exit code; steps of the whole checkpoints afterwards)
+STOPS = {
+    "settle": [
+        ("SIGTERM evaluate 1 before", 128 + signal.SIGTERM, [4, 5]),  # step 5: saved, its evaluation is still to do
+        ("SIGINT,SIGINT,SIGTERM save 1 before", 128 + signal.SIGINT, [4, 5, 8]),  # more signals change nothing
+        ("SIGKILL Metrics.write 4 before", -signal.SIGKILL, [4, 5, 8]),  # step 11, lost with 9 and 10
+        ("SIGTERM evaluate 2 before", 128 + signal.SIGTERM, [5, 8, 12]),  # all steps done; 1 is step 10's
+    ],
+    "carry": [
+        ("SIGINT Metrics.write 1 before", 128 + signal.SIGINT, [1]),  # the first step, as soon as it is compiled
+        ("SIGKILL save 2 after", -signal.SIGKILL, None),  # while step 8 is being written: it is whole or not there
+        ("SIGTERM,SIGTERM Metrics.write 2 after", 128 + signal.SIGTERM, None),
+    ],
+}
+
+
+def interrupted(lab: Lab, end: str) -> Path:
+    """A run stopped as STOPS says, always started again with the same command, and result.json."""
+
+    def make(folder: Path) -> None:
+        flags = lab.flags(folder, end)
+        for sends, code, steps in STOPS[end]:
+            ended = run(lab, flags, sends)
+            assert ended.code == code, ended.stderr
+            assert steps is None or saved_steps(folder) == steps, sends
+        ended = run(lab, flags)
+        assert ended.code == 0, ended.stderr
+        (folder / "result.json").write_text(ended.stdout.splitlines()[-1])
+
+    return lab.once(f"interrupted-{end}", make)
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_stopped_by_sigterm_sigint_and_sigkill_ends_with_the_bits_of_one_never_stopped(lab: Lab, end: str):
+    stopped, reference = interrupted(lab, end), uninterrupted(lab, end)
+    assert_same_end(stopped, reference)
+    arrays = saved_arrays(reference)
+    residuals = arrays["echo"]
+    assert len(residuals) == 2
+    assert {"params", "optimizer", "step"} == set(arrays["state"])
+    for residual in residuals.values():  # owed at the end, or else carrying it could not be told from dropping it
+        assert np.any(residual) == (end == "carry")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_row_of_the_metrics_is_lost_or_doubled(lab: Lab, end: str):
+    workdir = interrupted(lab, end)
+    rows = [(step, name) for step, name, _ in metric_rows(workdir)]
+    assert len(rows) == len(set(rows))
+    assert [step for step, name in rows if name == "loss"] == list(range(1, STEPS + 1))
+    assert sorted(step for step, name in rows if name == "val_loss") == [5, 10, 12]
+    assert event_rows(workdir) == sorted(rows)
+
+
+def test_a_stopped_run_reports_what_one_never_stopped_reports(lab: Lab):
+    stopped, reference = result_of(interrupted(lab, "settle")), result_of(uninterrupted(lab, "settle"))
+    del stopped["tokens_per_s"], reference["tokens_per_s"], reference["exact"]
+    assert stopped == reference
+
+
+def test_the_last_line_is_one_json_object_and_echo_sends_far_fewer_bits(lab: Lab):
+    echo = result_of(uninterrupted(lab, "settle"))
+    exact = echo.pop("exact")
+    keys = ["loss", "val_loss", "steps", "tokens_per_s", "bits_effective", "bytes_sent", "bytes_16bit"]
+    assert list(echo) == list(exact) == keys
+    assert echo["bits_effective"] < 8
+    assert exact["bits_effective"] == pytest.approx(16, rel=0.05)  # the loss's own small sums are float32
+    assert exact["bytes_sent"] == exact["bytes_16bit"] == echo["bytes_16bit"] > 2 * echo["bytes_sent"]
+    assert echo["steps"] == exact["steps"] == STEPS
+    assert echo["tokens_per_s"] > 0 and exact["tokens_per_s"] > 0
+    assert echo["loss"] != exact["loss"]  # sums were 4-bit ones
+
+
+def test_a_finished_run_trains_nothing_and_prints_the_same_again(lab: Lab, tmp_path: Path):
+    reference = uninterrupted(lab, "carry")
+    workdir = tmp_path / "finished"
+    shutil.copytree(reference, workdir)
+    ended = run(lab, lab.flags(workdir, "carry"))
+    assert ended.code == 0, ended.stderr
+    assert ended.result == {**result_of(reference), "tokens_per_s": 0.0}
+    assert (workdir / "metrics.csv").read_text() == (reference / "metrics.csv").read_text()
+    assert saved_steps(workdir) == saved_steps(reference)
+
+
+@pytest.mark.quick
+def test_a_signal_from_outside_saves_the_step_it_finds(lab: Lab, tmp_path: Path):
+    workdir = tmp_path / "run"
+    flags = [*lab.flags(workdir, "settle"), "--steps", "100000", "--save-every", "100000"]
+    with started(["train.py", *flags], lab.environment()) as process:
+        wait_for_rows(workdir, process, 10)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    (step,) = saved_steps(workdir)
+    assert f"stopped by SIGTERM at step {step}" in stdout
+    assert max(row[0] for row in metric_rows(workdir)) == step == saved_arrays(workdir)["state"]["step"]
+
+
+def wait_for_rows(workdir: Path, process: subprocess.Popen[str], rows: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None and time.monotonic() < deadline:
+        if (workdir / "metrics.csv").exists() and len(metric_rows(workdir)) >= rows:
+            return
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail(f"no {rows} rows of metrics: {process.communicate(timeout=30)[1]}")
+
+
+def test_a_checkpoint_goes_on_with_exact_sums_and_with_echo_again(lab: Lab, tmp_path: Path):
+    workdir = tmp_path / "run"
+    flags = lab.flags(workdir, "carry")
+    first = run(lab, flags, "SIGTERM save 1 after")  # step 4
+    assert first.code == 128 + signal.SIGTERM, first.stderr
+    assert all(np.any(residual) for residual in saved_arrays(workdir)["echo"].values())
+
+    exact = run(lab, flags, "SIGTERM save 1 after", ECHO_JAX_ALGORITHM="exact")  # step 8
+    assert exact.code == 128 + signal.SIGTERM, exact.stderr
+    assert exact.stderr.count("ECHO_JAX_ALGORITHM=exact") == 1
+    assert not any(np.any(residual) for residual in saved_arrays(workdir)["echo"].values())  # what was owed is paid
+
+    last = run(lab, flags)
+    assert last.code == 0, last.stderr
+    assert all(np.any(residual) for residual in saved_arrays(workdir)["echo"].values())
+    losses = {step: value for step, name, value in metric_rows(workdir) if name == "loss"}
+    echo = {step: value for step, name, value in metric_rows(uninterrupted(lab, "carry")) if name == "loss"}
+    assert list(losses) == list(echo) == list(range(1, STEPS + 1))
+    assert all(losses[step] == echo[step] for step in range(1, 5))
+    assert losses[12] == pytest.approx(echo[12], rel=0.05)
+    sent = result_of(uninterrupted(lab, "carry"))["bytes_sent"]
+    exact_share = last.result["bytes_16bit"] / 3  # four of the twelve steps
+    assert last.result["bytes_sent"] == pytest.approx(sent * 2 / 3 + exact_share, rel=0.02)
+
+
+MOMENTS = [
+    f"{function} {call} {moment}"
+    for function, calls in {
+        "replace_file": (1, 2),  # args.json, metrics.csv
+        "Program.init": (1,),
+        "count_collectives": (1,),
+        "Metrics.write": (1, 4, 5, 6, 13, 15),  # 6 is the evaluation of step 5; 13 that of step 10; 15 the last
+        "SummaryWriter.add_scalar": (8,),  # between rows and events
+        "evaluate": (1, 3),
+        "save": (1, 2, 3),
+        "ocp.CheckpointManager.close": (1,),
+    }.items()
+    for call in calls
+    for moment in ("before", "after")
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_changes_nothing(lab: Lab, tmp_path: Path, moment: str, name: str):
+    workdir = tmp_path / "run"
+    flags = lab.flags(workdir, "carry")
+    first = run(lab, flags, f"{name} {moment}")
+    over = name == "SIGTERM" and moment in ("evaluate 3 after", "Metrics.write 15 before", "Metrics.write 15 after")
+    over |= name == "SIGTERM" and moment.startswith("ocp.CheckpointManager.close")
+    code = -signal.SIGKILL if name == "SIGKILL" else 0 if over else 128 + signal.SIGTERM
+    assert first.code == code, first.stderr
+    last = run(lab, flags)
+    assert last.code == 0, last.stderr
+    assert_same_end(workdir, uninterrupted(lab, "carry"))
+    assert event_rows(workdir) == sorted((step, name) for step, name, _ in metric_rows(workdir))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("save_every", "eval_every"), [(1, 1), (5, 5), (3, 2)])
+def test_when_a_run_saves_and_evaluates_changes_no_parameter(
+    lab: Lab, tmp_path: Path, save_every: int, eval_every: int
+):
+    flags = [*lab.flags(tmp_path / "run", "carry"), "--save-every", str(save_every), "--eval-every", str(eval_every)]
+    for sends in ("SIGKILL evaluate 1 before", "SIGKILL evaluate 2 after", "SIGINT Metrics.write 2 after"):
+        assert run(lab, flags, sends).code != 0
+    last = run(lab, flags)
+    assert last.code == 0, last.stderr
+    assert_same_bits(saved_arrays(tmp_path / "run"), saved_arrays(uninterrupted(lab, "carry")))
+    evaluated = [step for step, name, _ in metric_rows(tmp_path / "run") if name == "val_loss"]
+    assert evaluated == sorted({*range(eval_every, STEPS, eval_every), STEPS})
+
+
+@pytest.mark.soak
+def test_processes_that_compile_anew_have_the_same_bits(lab: Lab, tmp_path: Path):
+    flags = lab.flags(tmp_path / "run", "carry")
+    for sends in ("SIGTERM Metrics.write 5 after", None):
+        run(lab, flags, sends, JAX_ENABLE_COMPILATION_CACHE="false")
+    assert_same_end(tmp_path / "run", uninterrupted(lab, "carry"))
+
+
+@pytest.mark.soak
+def test_a_comparison_stopped_in_its_second_run_goes_on_there(lab: Lab, tmp_path: Path):
+    flags = [*lab.flags(tmp_path / "run", "settle"), "--compare"]
+    stopped = run(lab, flags, "SIGTERM save 4 before")
+    assert stopped.code == 128 + signal.SIGTERM, stopped.stderr
+    found, wanted = run(lab, flags).result, result_of(uninterrupted(lab, "settle"))
+    for result in (found, wanted, found["exact"], wanted["exact"]):
+        del result["tokens_per_s"]
+    assert found == wanted
+    for run_of in ("", "exact"):
+        assert_same_end(tmp_path / "run" / run_of, uninterrupted(lab, "settle") / run_of)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_bits(lab: Lab, tmp_path: Path, end: str):
+    more = ["--steps", "300", "--save-every", "3", "--eval-every", "7"]
+    reference, workdir = tmp_path / "reference", tmp_path / "run"
+    assert run(lab, [*lab.flags(reference, end), *more]).code == 0
+    random_moment, killed = random.Random(0), 0
+    while killed < 20:
+        with started(["train.py", *lab.flags(workdir, end), *more], lab.environment()) as process:
+            if random_moment.random() < 0.8:  # while it trains, else at any time from the first import on
+                rows = len(metric_rows(workdir)) if (workdir / "metrics.csv").exists() else 0
+                wait_for_rows(workdir, process, max(rows - 30, 0) + 40)
+            time.sleep(random_moment.uniform(0, 0.8))
+            process.send_signal(random_moment.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL]))
+            stdout, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode != 0, f"over before it was killed 20 times: {stdout}"
+        killed += 1
+    last = run(lab, [*lab.flags(workdir, end), *more])
+    assert last.code == 0, last.stderr
+    assert_same_bits(saved_arrays(workdir), saved_arrays(reference))
+    assert comparable(metric_rows(workdir)) == comparable(metric_rows(reference))
+    assert event_rows(workdir) == sorted((step, name) for step, name, _ in metric_rows(workdir))
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers_restored() -> Iterator[None]:
+    """train.main, called here and not in a process of its own, takes the signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def arguments(lab: Lab, workdir: Path, **replaced: Any) -> train.Args:
+    good: dict[str, Any] = {"data": lab.text, "workdir": workdir, "batch": 4, "sequence": 32, "steps": 1}
+    return train.Args(**{**good, **replaced})
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("handlers_restored")
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"mesh": "data=2"}, "mesh must look like 'data=2,model=4', found 'data=2'"),
+        ({"mesh": "data=2,model=four"}, "mesh must look like"),
+        ({"mesh": "data=0,model=4"}, "mesh must look like"),
+        ({"mesh": "data=1,model=3"}, "mesh must have a model axis that divides the model, found 3: num_heads"),
+        ({"mesh": "data=8,model=1"}, "mesh must have a data axis that divides the batch of 4, found 8"),
+        ({"steps": 0}, "steps must be at least 1, found 0"),
+        ({"batch": -4}, "batch must be at least 1, found -4"),
+        ({"sequence": 0}, "sequence must be at least 1, found 0"),
+        ({"eval_every": 0}, "eval_every must be at least 1, found 0"),
+        ({"save_every": 0}, "save_every must be at least 1, found 0"),
+        ({"compare": True, "comm": "exact"}, "compare must be left out with --comm exact"),
+        ({"codec": "int3"}, "codec must be one of"),
+        ({"min_elements": -1}, "min_elements must be at least 0, found -1"),
+        ({"sequence": 100_000}, "data must hold at least 4 windows of 100001 tokens"),
+        ({"sequence": 2_000}, "data must hold at least 4 windows of 2001 tokens"),  # enough, but not for validation
+    ],
+    ids=str,
+)
+def test_wrong_flags_are_named_before_the_workdir_is_claimed(
+    lab: Lab, tmp_path: Path, replaced: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError) as raised:
+        train.main(arguments(lab, tmp_path / "run", **replaced))
+    assert message in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("handlers_restored")
+def test_wrong_data_is_named(lab: Lab, tmp_path: Path):
+    def error_of(data: Path) -> str:
+        with pytest.raises((ValueError, FileNotFoundError)) as raised:
+            train.main(arguments(lab, tmp_path / "run", data=data))
+        return str(raised.value)
+
+    assert f"data must be an existing file or folder, found {tmp_path / 'none'}" in error_of(tmp_path / "none")
+    assert "data must be an existing file" in error_of(tmp_path / "none.bin")
+    (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
+    assert f"data must be UTF-8 text, found {tmp_path / 'latin'}" in error_of(tmp_path / "latin")
+    (tmp_path / "odd.bin").write_bytes(b"12345")
+    assert f"data must hold uint16 tokens, found {tmp_path / 'odd.bin'} of 5 bytes" in error_of(tmp_path / "odd.bin")
+
+
+def test_the_workdir_of_another_run_is_refused_and_left_as_it_was(lab: Lab):
+    workdir = uninterrupted(lab, "settle")
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+    ended = run(lab, [*lab.flags(workdir, "settle"), "--seed", "1"])
+    assert ended.code == 1
+    assert "workdir" in ended.stderr and "{'seed': '0'}" in ended.stderr
+    assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", list(train.PRESETS))
+@pytest.mark.parametrize("model", [4, 8])
+def test_every_preset_traces_on_eight_devices(preset: str, model: int):
+    args = train.Args(preset=preset, mesh=f"data={8 // model},model={model}")  # type: ignore[arg-type]
+    chosen = train.preset_of(args)
+    vocab_size = chosen.model.vocab_size or 256
+    config = dataclasses.replace(chosen.model, vocab_size=vocab_size, comm=train.communication(args, "echo"))
+    mesh = train.make_mesh(args.mesh)
+    program = train.Program(config, train.make_optimizer(chosen), mesh, chosen.batch, chosen.sequence, drop=False)
+    state, streams = jax.eval_shape(lambda: program.init(0))
+    windows = jax.ShapeDtypeStruct((chosen.batch, chosen.sequence + 1), jnp.int32)
+    new_state, new_streams, row = jax.eval_shape(program.train_step, state, streams, windows)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), new_state) == jax.tree.map(lambda a: (a.shape, a.dtype), state)
+    assert jax.tree.structure(new_streams) == jax.tree.structure(streams)
+    assert row["loss"].shape == ()
+    sent, of_16bit = train.count_collectives(program, args, state, streams)
+    assert 4.125 < wire.bits_effective(sent, of_16bit) < 8

@@ -9,7 +9,9 @@ profiles (`jax.named_scope`), in `echo_jax.wire` reports and in errors.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -102,7 +104,7 @@ def echo_psum_grad(
     def call(x: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         return _echo_psum_grad(x, state, layout, config)
 
-    _check_conjugate(x, axis_name, "echo_psum_grad")
+    _check_conjugate(x, axis_name, name or "echo_psum_grad")
     return _for_each_leaf(call, x, axis_name, state, config, name or "echo_psum_grad")
 
 
@@ -149,7 +151,7 @@ def flush_grad(
             return x, None
         return _flush_grad(x, state, layout, config)
 
-    _check_conjugate(x, axis_name, "flush_grad")
+    _check_conjugate(x, axis_name, name or "flush_grad")
     return _for_each_leaf(call, x, axis_name, state, config, name or "flush_grad")
 
 
@@ -158,7 +160,7 @@ def flush_grad(
 
 def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: EchoConfig, name: str) -> Any:
     """Check all arguments before anything is sent, then run `call(leaf, state, layout)` on every leaf."""
-    try:
+    with _labelled_errors(name):
         check_config(config)
         if config.feedback != (state is not None):
             wanted = "the state from init_state" if config.feedback else "None"
@@ -171,9 +173,6 @@ def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: E
         for (path, leaf, leaf_state), layout in zip(leaves, layouts, strict=True):
             if leaf_state is not None:
                 _check_layout(leaf, path, leaf_state, layout)
-    except (TypeError, ValueError) as error:
-        error.args = (f"{name}: {error.args[0]}", *error.args[1:])
-        raise
     results = []
     for (_, leaf, leaf_state), layout in zip(leaves, layouts, strict=True):
         with jax.named_scope(f"{name}/{layout.scheme}{layout.group_size}"):
@@ -181,6 +180,15 @@ def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: E
     structure = jax.tree.structure(x)
     y = jax.tree.unflatten(structure, [leaf for leaf, _ in results])
     return y, None if state is None else jax.tree.unflatten(structure, [leaf_state for _, leaf_state in results])
+
+
+@contextlib.contextmanager
+def _labelled_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.args = (f"{name}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def _match_axes(x: jax.Array, state: EchoState | None, axis_name: AxisName) -> tuple[jax.Array, EchoState | None]:
@@ -197,7 +205,9 @@ def _check_layout(x: Any, path: Any, state: EchoState, layout: Layout) -> None:
     check_shape(x, state.layout, argument)
     if state.layout != layout:
         fields = vars(layout)
-        differing = {key: (vars(state.layout)[key], fields[key]) for key in fields if vars(state.layout)[key] != fields[key]}
+        differing = {
+            key: (vars(state.layout)[key], fields[key]) for key in fields if vars(state.layout)[key] != fields[key]
+        }
         found = ", ".join(f"{key} {old!r} where the call has {new!r}" for key, (old, new) in differing.items())
         raise ValueError(f"state must have the layout that config gives to {argument}; found {found}")
     expected = (1, *layout.chunks_shape)
@@ -208,21 +218,22 @@ def _check_layout(x: Any, path: Any, state: EchoState, layout: Layout) -> None:
         )
 
 
-def _check_conjugate(x: Any, axis_name: AxisName, function: str) -> None:
-    axes.axis_size(axis_name)
-    if not axes.types_say_varying(axis_name):
-        raise ValueError(
-            f"{function} needs shard_map with check_vma=True over {axis_name!r}: without it the transpose of lax.psum "
-            "sums again and gradients are counted twice"
-        )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        check_dtype(leaf, path)
-        already = axes.varying_axes(leaf) & set(axes.axis_names(axis_name))
-        if already:
+def _check_conjugate(x: Any, axis_name: AxisName, name: str) -> None:
+    with _labelled_errors(name):
+        axes.axis_size(axis_name)
+        if not axes.types_say_varying(axis_name):
             raise ValueError(
-                f"{function}: x{jax.tree_util.keystr(path)} must not vary over {axis_name!r}, found a value that varies "
-                f"over {sorted(already, key=str)}: its cotangents must not be summed"
+                f"needs shard_map with check_vma=True over {axis_name!r}: without it the transpose of lax.psum sums "
+                "again and gradients are counted twice"
             )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+            check_dtype(leaf, path)
+            already = axes.varying_axes(leaf) & set(axes.axis_names(axis_name))
+            if already:
+                raise ValueError(
+                    f"x{jax.tree_util.keystr(path)} must not vary over {axis_name!r}, found a value that varies over "
+                    f"{sorted(already, key=str)}: its cotangents must not be summed"
+                )
 
 
 def _compensated_sum(
@@ -271,9 +282,7 @@ def _exact_sum(
     return lax.psum(x, layout.axis_name), _with_residual(state, jnp.zeros_like(state.residual))
 
 
-def _add_debt(
-    y: jax.Array, state: EchoState, layout: Layout, config: EchoConfig
-) -> tuple[jax.Array, EchoState]:
+def _add_debt(y: jax.Array, state: EchoState, layout: Layout, config: EchoConfig) -> tuple[jax.Array, EchoState]:
     debt = lax.psum(_owed(state, layout, config).astype(y.dtype), layout.axis_name)
     settled = jnp.where(debt == 0, y, (y.astype(jnp.float32) + debt.astype(jnp.float32)).astype(y.dtype))
     return settled, _with_residual(state, jnp.zeros_like(state.residual))

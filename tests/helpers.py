@@ -125,7 +125,9 @@ def zero_state(x: np.ndarray, config: EchoConfig) -> EchoState:
 KINDS = ("normal", "heavy-tailed", "one spike", "constant", "zero")
 
 
-def partials(seed: int, shape: tuple[int, ...], kind: str = "normal", scale: float = 1.0, dtype: str = "float32") -> Any:
+def partials(
+    seed: int, shape: tuple[int, ...], kind: str = "normal", scale: float = 1.0, dtype: str = "float32"
+) -> Any:
     """[ranks, ...] partial sums of a given kind, largest magnitude about `scale`."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape)
@@ -148,8 +150,8 @@ def conservation_error(
     """(|lhs - rhs|, what rounding allows) of sum x + sum e = y + sum e', float64[*shape].
 
     All terms are summed in float64. Allowed, beside the cast of y to its dtype and of residuals to theirs:
-    * float32 roundings of 2**-24 of the values they act on, M = sum over ranks of the group's largest |x| + |e|: about 4
-      in a rank's arithmetic and one for every rank in the sum.
+    * float32 roundings of 2**-24 of the values they act on, M = sum over ranks of the group's largest |x| + |e|:
+      about 4 in a rank's arithmetic and one for every rank in the sum.
     * A rotation adds g terms, so a coefficient takes g/2 roundings of 2**-24 M at worst; they come back as a sum of g
       coefficients, whose errors are of random sign and smaller by sqrt(g) in all but the worst case: g roundings.
     * An exact call rounds x + e, and every partial sum of lax.psum, to x's dtype.

@@ -16,7 +16,7 @@ _ARRAY = re.compile(r"\b(?P<dtype>pred|[suf]\d+\w*|bf16|c64|c128)\[(?P<shape>[\d
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective: its operation, the dtypes and bytes of its result, the devices that take part together, its name."""
+    """One collective: its operation, its result's dtypes and bytes, the devices that take part together, its name."""
 
     op: str
     dtypes: frozenset[str]

@@ -1,6 +1,6 @@
 """Sums over a mesh of 4 ranks that may be spread over processes; as a script, one of those processes.
 
-    python processes.py PROCESSES INDEX PORT OUT
+python processes.py PROCESSES INDEX PORT OUT
 """
 
 import os

@@ -80,18 +80,18 @@ def _check_bound(codec: str, algorithm: str, residual: str, calls: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "algorithm", "residual"),
+    ("codec", "algorithm", "residual", "calls"),
     [
-        pytest.param("hadamard_int4", "two_shot", "bfloat16", marks=pytest.mark.quick),
-        ("hadamard_int4", "one_shot", "float32"),
-        ("int4", "two_shot", "float32"),
-        ("int4", "one_shot", "bfloat16"),
-        ("int8", "two_shot", "bfloat16"),
-        ("int8", "one_shot", "bfloat16"),
+        pytest.param("hadamard_int4", "two_shot", "bfloat16", 10_000, marks=pytest.mark.quick),
+        ("hadamard_int4", "one_shot", "float32", 10_000),
+        ("int4", "two_shot", "float32", 2_000),
+        ("int4", "one_shot", "bfloat16", 2_000),
+        ("int8", "two_shot", "bfloat16", 2_000),
     ],
 )
-def test_what_is_owed_stays_below_its_bound_over_ten_thousand_calls(codec, algorithm, residual):
-    _check_bound(codec, algorithm, residual, 10_000)
+def test_what_is_owed_stays_below_its_bound_over_ten_thousand_calls(codec, algorithm, residual, calls):
+    """Ten thousand of the default code; the worst is reached long before, so others are shorter (all of them: soak)."""
+    _check_bound(codec, algorithm, residual, calls)
 
 
 @pytest.mark.soak
@@ -124,7 +124,7 @@ def _stream_errors(config: EchoConfig) -> np.ndarray:
     return np.asarray(jax.jit(seeds)(keys))
 
 
-@pytest.mark.parametrize("codec", ["hadamard_int4", "int4", "int8"])
+@pytest.mark.parametrize("codec", ["hadamard_int4", "int4"])
 def test_the_error_of_512_layers_is_at_most_a_tenth_above_that_of_8(codec):
     errors = np.median(_stream_errors(EchoConfig(codec, algorithm="two_shot")), axis=0)
     assert errors[511] <= 1.1 * errors[7]

@@ -90,11 +90,12 @@ def test_a_group_with_a_nonfinite_value_decodes_to_nan_and_its_neighbours_do_not
         codes, scale = CODECS[codec].decode(CODECS[codec].encode(v, "float32"), *v.shape[-2:], "float32")
         return codes * scale
 
-    clean = np.asarray(jax.jit(run)(v))
+    compiled = jax.jit(run)
+    clean = np.asarray(compiled(v))
     for row in (0, 1, 47):
         dirty = v.copy()
         dirty[1, row, 8] = bad
-        rounded = np.asarray(jax.jit(run)(dirty))
+        rounded = np.array(compiled(dirty))
         assert np.isnan(rounded[1, row]).all()
         rounded[1, row] = clean[1, row]
         np.testing.assert_array_equal(rounded, clean)
@@ -119,7 +120,9 @@ def test_the_rotation_is_undone_exactly_for_whole_numbers_and_to_rounding_for_ot
 @pytest.mark.parametrize("codec", ["hadamard_int4", "none"])
 def test_the_rotation_of_values_asks_for_full_float32_precision(codec):
     """A GPU would otherwise round them to TF32, where the residual cannot see it."""
-    text = jax.jit(lambda x: CODECS[codec].rotate_back(CODECS[codec].rotate(x))).lower(np.zeros((4, 64), "f4")).as_text()
+    text = (
+        jax.jit(lambda x: CODECS[codec].rotate_back(CODECS[codec].rotate(x))).lower(np.zeros((4, 64), "f4")).as_text()
+    )
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) == (2 if codec == "hadamard_int4" else 0)
     assert all("HIGHEST" in line for line in products)

@@ -59,13 +59,12 @@ def test_sizes_under_the_gate_have_the_bits_of_lax_psum_and_the_gate_itself_does
 
 def test_an_empty_array_is_summed_to_an_empty_array():
     x = np.zeros((3, 0, 5), np.float32)
-    y, _ = on_ranks(lambda x: (echo_jax.echo_psum(x, "tp", None, EchoConfig(feedback=False))), 3)(x)
+    y, _ = on_ranks(lambda x: echo_jax.echo_psum(x, "tp", None, EchoConfig(feedback=False)), 3)(x)
     assert y.shape == (3, 0, 5)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "mode"), zip(DTYPES, MODES, strict=True))
 def test_an_exact_call_pays_what_is_owed(dtype, mode):
     two_shot = EchoConfig(algorithm="two_shot", residual="float32")
     exact = EchoConfig(algorithm="exact", residual="float32")

@@ -85,7 +85,11 @@ def test_gradients_through_a_program_whose_result_is_declared_equal_on_all_ranks
 
     def gradient(psum):
         sums = jax.shard_map(
-            lambda w: (psum(w[0]) ** 2).sum(), mesh=mesh_of(tp=RANKS), in_specs=P("tp"), out_specs=P(), check_vma=check_vma
+            lambda w: (psum(w[0]) ** 2).sum(),
+            mesh=mesh_of(tp=RANKS),
+            in_specs=P("tp"),
+            out_specs=P(),
+            check_vma=check_vma,
         )
         return jax.jit(jax.grad(sums))(w)
 

@@ -60,9 +60,7 @@ def test_a_nested_shard_map_sums_over_tp_and_moves_nothing_over_data(axis_type):
     mesh = mesh_of(axis_type, data=2, tp=4)
     x, placed = _partials(mesh)
     with jax.set_mesh(mesh):
-        sums = jax.jit(
-            jax.shard_map(_nested(_two_sums), axis_names={"tp"}, in_specs=P("tp"), out_specs=(P(), P("tp")))
-        )
+        sums = jax.jit(jax.shard_map(_nested(_two_sums), axis_names={"tp"}, in_specs=P("tp"), out_specs=(P(), P("tp"))))
         sent = collectives(sums.lower(placed).compile())
         y, state = sums(placed)
     assert [c.groups for c in sent] == [SAME_DATA] * 4
@@ -105,9 +103,7 @@ def test_a_state_carried_through_a_partly_manual_program_stays_where_it_is():
     start = echo_jax.init_state(jax.ShapeDtypeStruct((8, 512), np.float32), "tp", CONFIG, mesh=mesh, spec=P("data"))
     start = jax.device_put(start, NamedSharding(mesh, P(("tp", "data"))))
     with jax.set_mesh(mesh):
-        step = jax.jit(
-            jax.shard_map(outer, axis_names={"tp"}, in_specs=(P("tp"), P("tp")), out_specs=(P(), P("tp")))
-        )
+        step = jax.jit(jax.shard_map(outer, axis_names={"tp"}, in_specs=(P("tp"), P("tp")), out_specs=(P(), P("tp"))))
         sent = collectives(step.lower(placed, start).compile())
         first, state = step(placed, start)
         second, state = step(placed, state)

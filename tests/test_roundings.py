@@ -1,4 +1,4 @@
-"""Promise 4: at most two quantisations a value and call, for any number of ranks; what never travels is not quantised."""
+"""Promise 4: at most two quantisations a value and call, for any number of ranks; none of what never travels."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_a_call_quantises_at_most_twice_for_any_number_of_ranks(algorithm, quant
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("codec", ["int4", "int8"])
 def test_the_error_of_a_call_is_one_rounding_of_each_sent_value_and_one_of_the_sum(codec, ranks):
-    """|y - sum x| <= c (sum of M_r over the ranks that sent the chunk) + c (largest |a|), a the sum before its rounding."""
+    """|y - sum x| <= c (sum of M_r over the ranks that sent the chunk) + c (largest |a|), a the sum itself."""
     config = EchoConfig(codec, 32, algorithm="two_shot")
     c = CODECS[codec].error_bound("float32")
     x = partials(ranks, (ranks, 3, 32 * ranks))

@@ -63,7 +63,7 @@ def test_adding_or_removing_rows_leaves_the_others_bit_identical(config):
     """Other numbers of rows are other compiled programs, whose matrix products may be cut otherwise."""
     x = partials(3, (RANKS, 33, COLUMNS))
     y, owing = _two_calls(config, x)
-    for rows in (1, 2, 7):
+    for rows in (1, 7):
         fewer, owing_fewer = _two_calls(config, x[:, :rows])
         np.testing.assert_array_equal(fewer, y[:rows])
         np.testing.assert_array_equal(owing_fewer, owing[:, :rows])
@@ -120,7 +120,9 @@ def test_no_group_crosses_a_row_unless_only_small_groups_divide_it(shape, group_
     if scheme == "columns":
         width = shape[-1] // ranks
         for rank in range(ranks):
-            np.testing.assert_array_equal(chunks[rank].reshape(-1), x[..., rank * width : (rank + 1) * width].reshape(-1))
+            np.testing.assert_array_equal(
+                chunks[rank].reshape(-1), x[..., rank * width : (rank + 1) * width].reshape(-1)
+            )
     if scheme != "flat":
         rows = (chunks - 1) // shape[-1]
         assert (rows.max(-1) == rows.min(-1))[chunks.min(-1) > 0].all()

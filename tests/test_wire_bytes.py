@@ -70,7 +70,9 @@ def test_the_code_none_sends_the_values_in_their_own_dtype():
     assert [(c.dtypes, c.nbytes) for c in sent] == [({"u8"}, 2 * 512 * 2)] * 2
 
 
-@pytest.mark.parametrize("config", [EchoConfig(algorithm="exact"), EchoConfig(min_elements=1025)], ids=["exact", "gate"])
+@pytest.mark.parametrize(
+    "config", [EchoConfig(algorithm="exact"), EchoConfig(min_elements=1025)], ids=["exact", "gate"]
+)
 def test_an_exact_call_is_one_all_reduce(config):
     (sent,) = collectives(_compiled(config, (2, 512)))
     assert (sent.op, sent.dtypes, sent.nbytes) == ("all-reduce", {"f32"}, 4 * 2 * 512)

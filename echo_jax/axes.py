@@ -27,7 +27,9 @@ def axis_size(axis_name: AxisName) -> int:
     except NameError as error:
         known = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         where = f"manual axes here: {known}" if known else "this is not inside shard_map or vmap(axis_name=...)"
-        raise ValueError(f"axis_name must name axes of the surrounding program, found {axis_name!r}; {where}") from error
+        raise ValueError(
+            f"axis_name must name axes of the surrounding program, found {axis_name!r}; {where}"
+        ) from error
 
 
 def types_say_varying(axis_name: AxisName) -> bool:

@@ -89,7 +89,9 @@ def value_and_grad(
             loss, rest = loss_fn(*full)
             new_streams, aux = rest if has_aux else (rest, None)
             if not isinstance(new_streams, Streams):
-                raise TypeError(f"loss_fn must return echo_jax.Streams beside the loss, found {type(new_streams).__name__}")
+                raise TypeError(
+                    f"loss_fn must return echo_jax.Streams beside the loss, found {type(new_streams).__name__}"
+                )
             given, found = jax.tree.structure(streams), jax.tree.structure(new_streams)
             if given != found:
                 raise TypeError(f"loss_fn must return streams of the structure {given}, found {found}")
@@ -103,6 +105,7 @@ def value_and_grad(
         seed = axes.match_varying(jnp.ones_like(loss), loss)
         carried = jax.tree.map(axes.match_varying, streams.backward, backward_out)
         grads, backward = transpose((seed, carried))
-        return (loss, aux) if has_aux else loss, grads if isinstance(argnums, tuple) else grads[0], Streams(forward, backward)
+        value = (loss, aux) if has_aux else loss
+        return value, grads if isinstance(argnums, tuple) else grads[0], Streams(forward, backward)
 
     return value_and_grad_fn

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from echo_jax.axes import AxisName, axis_size, cast_varying, axis_names
+from echo_jax.axes import AxisName, axis_names, axis_size, cast_varying
 from echo_jax.collectives import echo_psum
 from echo_jax.config import EchoConfig
 

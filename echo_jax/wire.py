@@ -1,8 +1,8 @@
 """What a program sends: its collectives, counted from the traced program itself, and their bytes.
 
-Nothing here is an estimate of what the library means to send; `collectives` walks the jaxpr that will be compiled. Bytes
-are those that one rank sends under the bandwidth-optimal algorithm of each collective (ring), as nccl-tests counts
-them: an all-reduce of V bytes over n ranks sends 2 (n-1)/n V.
+Nothing here is an estimate of what the library means to send; `collectives` walks the jaxpr that will be compiled.
+Bytes are those that one rank sends under the bandwidth-optimal algorithm of each collective (ring), as nccl-tests
+counts them: an all-reduce of V bytes over n ranks sends 2 (n-1)/n V.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def collectives(fn: Callable[..., Any], *args: Any) -> list[Collective]:
     Raises:
       ValueError: a collective in a while loop, whose trip count is unknown, or in only one branch of a cond.
     """
-    return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr, {}, 1))
+    return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr, {}, 1, ""))
 
 
 def over_axis(found: Iterable[Collective], axis_name: AxisName) -> list[Collective]:
@@ -103,11 +103,13 @@ def report(fn: Callable[..., Any], *args: Any) -> str:
         rows.append((c.name, c.kind, ",".join(map(str, c.axes)), operand, str(c.times), f"{c.bytes_sent:,.0f}"))
     rows.append(("all", "", "", "", str(sum(c.times for c in found)), f"{sum(c.bytes_sent for c in found):,.0f}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _walk(jaxpr: Any, sizes: Mapping[Hashable, int], times: int) -> Iterator[Collective]:
+def _walk(jaxpr: Any, sizes: Mapping[Hashable, int], times: int, scope: str) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
+        name = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))  # an inner jaxpr's names start anew
         kind = _KINDS.get(eqn.primitive.name)
         if kind is not None:
             names = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
@@ -115,12 +117,11 @@ def _walk(jaxpr: Any, sizes: Mapping[Hashable, int], times: int) -> Iterator[Col
             if not all(name in sizes for name in names):
                 continue  # vmap's axes are not wires
             ranks = math.prod(sizes[name] for name in names)
-            name = str(eqn.source_info.name_stack)
             for operand in eqn.invars:
                 aval = operand.aval
                 yield Collective(kind, names, ranks, tuple(aval.shape), str(aval.dtype), times, name)
         elif eqn.primitive.name == "cond":
-            branches = [list(_walk(b.jaxpr, sizes, times)) for b in eqn.params["branches"]]
+            branches = [list(_walk(b.jaxpr, sizes, times, name)) for b in eqn.params["branches"]]
             if any(branch != branches[0] for branch in branches):
                 raise ValueError(f"fn has a cond whose branches differ in what they send: {branches}")
             yield from branches[0]
@@ -130,7 +131,7 @@ def _walk(jaxpr: Any, sizes: Mapping[Hashable, int], times: int) -> Iterator[Col
                 inner.update(eqn.params["mesh"].shape)
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for sub in _sub_jaxprs(eqn):
-                found = list(_walk(sub, inner, times * length))
+                found = list(_walk(sub, inner, times * length, name))
                 if found and eqn.primitive.name == "while":
                     raise ValueError(f"fn has a collective in a while loop, of unknown trip count: {found[0]}")
                 yield from found

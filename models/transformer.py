@@ -60,9 +60,7 @@ class Communication:
 
     def __post_init__(self) -> None:
         if self.backward_sum not in ("norm_output", "residual_stream"):
-            raise ValueError(
-                f"backward_sum must be 'norm_output' or 'residual_stream', found {self.backward_sum!r}"
-            )
+            raise ValueError(f"backward_sum must be 'norm_output' or 'residual_stream', found {self.backward_sum!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, found {self.num_heads}")
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, found {self.num_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
 
@@ -138,7 +138,9 @@ class Attention(nnx.Module):
         out_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True)
         return self.o_proj(out_BSHC.reshape(*x_BSD.shape[:2], -1), state)
 
-    def _key_value(self, x_BSD: jax.Array, proj: ColumnParallelLinear, heads: int, index: jax.Array | None) -> jax.Array:
+    def _key_value(
+        self, x_BSD: jax.Array, proj: ColumnParallelLinear, heads: int, index: jax.Array | None
+    ) -> jax.Array:
         if index is None:
             return _split_heads(proj(x_BSD), self.config.head_dim)
         kernel_DKC = proj.kernel[...].reshape(self.config.d_model, -1, self.config.head_dim)
@@ -253,9 +255,7 @@ def _split_heads(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def _rms_norm(features: int, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        features, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
-    )
+    return nnx.RMSNorm(features, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
 
 
 def _output_init(config: TransformerConfig) -> nnx.Initializer:

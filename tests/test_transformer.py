@@ -1,4 +1,4 @@
-"""The transformer: exact sums give one device's model at any number of ranks, and nothing more than promised is sent."""
+"""The transformer: exact sums give one device's model at any number of ranks; only what is promised is sent."""
 
 import dataclasses
 import functools
@@ -154,9 +154,7 @@ def test_the_remat_policy_keeps_one_activation_a_layer_more_than_full_rematerial
         """Temporary bytes that a layer adds."""
         temporaries = []
         for layers in (fewer, more):
-            step, params, streams = training_step(
-                dataclasses.replace(config, num_layers=layers), 1, 2, batch, sequence
-            )
+            step, params, streams = training_step(dataclasses.replace(config, num_layers=layers), 1, 2, batch, sequence)
             temporaries.append(step.lower(params, streams, windows).compile().memory_analysis().temp_size_in_bytes)
         return (temporaries[1] - temporaries[0]) / (more - fewer)
 
@@ -173,9 +171,7 @@ def test_streams_of_another_batch_are_refused():
         step(params, streams, WINDOWS)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "ranks"), [("num_heads", 6, 4), ("d_ff", 162, 4), ("vocab_size", 97, 4)]
-)
+@pytest.mark.parametrize(("field", "value", "ranks"), [("num_heads", 6, 4), ("d_ff", 162, 4), ("vocab_size", 97, 4)])
 def test_shapes_that_do_not_divide_are_refused_by_name(field, value, ranks):
     config = dataclasses.replace(QWEN3, **{field: value})
     with pytest.raises(ValueError, match=field):

@@ -42,6 +42,7 @@ from models import text, transformer
 from models.transformer import Communication, TransformerConfig
 
 DATA, MODEL = "data", "model"
+MAX_GRADIENT_NORM = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ PRESETS = {
         TransformerConfig(
             vocab_size=0, d_model=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=16, d_ff=384, rope_theta=1e4
         ),
-        batch=16, sequence=128, steps=300, learning_rate=3e-3, group_size=32,
+        batch=16, sequence=128, steps=300, learning_rate=4e-3, group_size=32,
     ),
     "small": Preset(
         TransformerConfig(
@@ -336,6 +337,8 @@ class Program:
         loss_fn = lambda params, streams, windows: transformer.mean_loss(self.config, params, streams, windows)  # noqa: E731
         (loss, stats), grads, streams = echo_jax.value_and_grad(loss_fn, has_aux=True)(params, streams, windows_BS1)
         loss, grads = lax.pmean((loss, grads), DATA)
+        norm = global_norm(grads, self.state_specs["params"])
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_GRADIENT_NORM / norm), grads)
         updates, optimizer_state = self.optimizer.update(grads, state["optimizer"], state["params"])
         state = {
             "params": optax.apply_updates(state["params"], updates),
@@ -344,7 +347,8 @@ class Program:
         }
         if self._drop:
             streams = jax.tree.map(jnp.zeros_like, streams)
-        return state, streams, {"loss": loss, **{f"residual/{key}": value for key, value in stats.items()}}
+        logged = {"loss": loss, "gradient_norm": norm, **{f"residual/{key}": value for key, value in stats.items()}}
+        return state, streams, logged
 
     def _eval_step(self, params: Any, windows_BS1: jax.Array) -> jax.Array:
         # Streams of its own, settled at the end whatever training does with its; no gradient, so no backward stream.
@@ -355,6 +359,16 @@ class Program:
         streams = echo_jax.init_streams(h_BSD, MODEL, comm.forward, comm.backward)
         loss, _ = transformer.mean_loss(config, params, streams, windows_BS1)
         return lax.pmean(loss, DATA)
+
+
+def global_norm(tree: Any, specs: Any) -> jax.Array:
+    """float32[]: norm of a tree whose leaves are split over `model` as their specs say, equal on all ranks."""
+    square = lambda split: sum(  # noqa: E731
+        jnp.sum(leaf**2)
+        for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
+        if (MODEL in spec) == split
+    )
+    return jnp.sqrt(lax.psum(square(True), MODEL) + square(False))
 
 
 def communication(args: Args, comm: str) -> Communication:
@@ -368,7 +382,7 @@ def communication(args: Args, comm: str) -> Communication:
 
 
 def make_optimizer(preset: Preset) -> optax.GradientTransformation:
-    warmup = min(100, preset.steps // 10)
+    warmup = min(2_000, preset.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, preset.learning_rate, warmup, max(preset.steps, warmup + 1), preset.learning_rate / 10
     )

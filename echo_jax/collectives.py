@@ -70,7 +70,7 @@ def echo_psum(
             y, state = _compensated_sum(*lax.stop_gradient((x, state)), layout, config)
             y = _with_derivative_of(lax.psum(x, axis_name), y)
         else:
-            y, state = _echo_psum(x, state, layout, config)
+            y, state = _echo_psum(x, state, layout, config)  # pyright: ignore[reportGeneralTypeIssues]
         return checkpoint_name(y, SUM_NAME), state
 
     return _for_each_leaf(call, x, axis_name, state, config, name or "echo_psum")
@@ -87,7 +87,7 @@ def echo_psum_grad(
 
     The state passes through unchanged; its *cotangent* carries the residual: what arrives as the cotangent of the
     returned state is what the backward stream owes so far, and the cotangent of the given state is what it owes after
-    this sum. Differentiate with `echo_jax.value_and_grad`, which starts and reads it; a plain jax.grad starts from zero.
+    this sum. Differentiate with `echo_jax.value_and_grad`, which starts and reads it; plain jax.grad starts from zero.
 
     Args:
       x: float16, bfloat16 or float32, not varying over the axis; or a pytree of them.

@@ -45,6 +45,8 @@ class Layout:
     @classmethod
     def of(cls, shape: tuple[int, ...], axis_name: AxisName, ranks: int, config: EchoConfig) -> Layout:
         """The layout that `config` gives to an x of `shape` on each of `ranks` ranks."""
+        if isinstance(axis_name, tuple) and len(axis_name) == 1:
+            (axis_name,) = axis_name  # the same axis, by another spelling
         row = shape[-1] if shape else 1
         group = math.gcd(row, config.group_size)
         if group < SMALLEST_ROW_GROUP:

@@ -140,11 +140,11 @@ def residual_stats(y: Any, state: Any) -> dict[str, jax.Array]:
       'largest', the largest residual, in y's units (under an orthonormal rotation if the codec rotates);
       'nonfinite_groups', groups of y that hold a NaN or an infinity, counted on every rank that has its own y.
     """
-    leaves = pair_leaves(y, state, "y")
-    if not leaves or any(leaf_state is None for _, _, leaf_state in leaves):
+    leaves = [(leaf, leaf_state) for _, leaf, leaf_state in pair_leaves(y, state, "y") if leaf_state is not None]
+    if not leaves:
         raise ValueError("state must be an EchoState, or a pytree of them, found None")
     sums, largest = [], []
-    for _, leaf, leaf_state in leaves:
+    for leaf, leaf_state in leaves:
         layout = leaf_state.layout
         check_shape(leaf, layout, "y")
         unit = layout.group_size**0.5 if layout.rotation == "hadamard" else 1.0
@@ -155,7 +155,7 @@ def residual_stats(y: Any, state: Any) -> dict[str, jax.Array]:
         sums.append(jnp.stack([axes.match_varying(jnp.float32(part), error) for part in parts]))
         largest.append(error.max(initial=0.0))
     local = jnp.append(sum(sums), jnp.stack(largest).max())
-    layout = leaves[0][2].layout
+    layout = leaves[0][1].layout
     everywhere = axes.all_gather(local, tuple(sorted(axes.varying_axes(local), key=str)) or layout.axis_name)
     owed, total, nonfinite = everywhere[:, :3].sum(0)
     ratio = jnp.where(total > 0, jnp.sqrt(owed / jnp.where(total > 0, total, 1.0)), jnp.inf)

@@ -1,1 +1,1 @@
-"""GPU kernels for the local stages of a compensated sum. None has landed yet: `EchoConfig` refuses `backend="pallas"`."""
+"""GPU kernels for the local stages of a compensated sum. None is here yet: `EchoConfig` refuses `backend="pallas"`."""

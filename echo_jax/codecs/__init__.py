@@ -56,7 +56,7 @@ class Codec:
     def decode(
         self, wire: jax.Array, groups: int, group_size: int, dtype: jax.typing.DTypeLike
     ) -> tuple[jax.Array, jax.Array]:
-        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1]); a value is their product."""
+        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1]); value = product."""
         if self.grid is not None:
             return self.grid.decode(wire, groups, group_size)
         grouped = wire.reshape(*wire.shape[:-2], groups, group_size, np.dtype(dtype).itemsize)

@@ -55,7 +55,7 @@ class IntegerGrid:
         scale_bytes = lax.bitcast_convert_type(scale_bits, jnp.uint8).reshape(*v.shape[:-2], -1)
         padding = -scale_bytes.shape[-1] % LINE
         scale_bytes = jnp.pad(scale_bytes, [(0, 0)] * (scale_bytes.ndim - 1) + [(0, padding)])
-        # In lines, not in one run: XLA's CPU compiler does not vectorise a fusion whose result is flattened (5x slower).
+        # In lines, not in one run: XLA does not vectorise a fusion whose result is flattened (5x slower on a CPU).
         return jnp.concatenate([part.reshape(*v.shape[:-2], -1, LINE) for part in (codes, scale_bytes)], axis=-2)
 
     def decode(self, wire: jax.Array, groups: int, group_size: int) -> tuple[jax.Array, jax.Array]:

@@ -139,7 +139,7 @@ def main(args: Args) -> None:
             megabytes = row["bytes_sent"] / row["steps"] / 1e6
             print(f"{name:8}{row['loss']:10.4f}{row['val_loss']:10.4f}{row['bits_effective']:12.2f}{megabytes:11.2f}")
         change = 100 * (result["val_loss"] / exact["val_loss"] - 1)
-        print(f"echo's validation loss is {change:+.2f} % of exact's away from it\n")
+        print(f"echo's validation loss differs from exact's by {change:+.2f} %\n")
         result = {**result, "exact": exact}
     print(json.dumps(result))
 

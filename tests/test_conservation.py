@@ -152,7 +152,7 @@ def test_over_two_hundred_calls_the_law_telescopes(codec):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dtype", "mode"), zip(DTYPES, MODES, strict=True))
+@pytest.mark.parametrize(("dtype", "mode"), list(zip(DTYPES, MODES, strict=True)))
 def test_a_flush_delivers_all_that_is_owed_and_leaves_nothing(mode, dtype):
     config = EchoConfig(algorithm="two_shot", residual="float32")
 

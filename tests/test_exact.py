@@ -64,7 +64,7 @@ def test_an_empty_array_is_summed_to_an_empty_array():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dtype", "mode"), zip(DTYPES, MODES, strict=True))
+@pytest.mark.parametrize(("dtype", "mode"), list(zip(DTYPES, MODES, strict=True)))
 def test_an_exact_call_pays_what_is_owed(dtype, mode):
     two_shot = EchoConfig(algorithm="two_shot", residual="float32")
     exact = EchoConfig(algorithm="exact", residual="float32")

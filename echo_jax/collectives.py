@@ -58,7 +58,8 @@ def echo_psum(
 
     Returns:
       (y, state): y in x's shape and dtype, equal to the last bit on all ranks. A group that holds a NaN or an infinity
-      comes out NaN on every rank and owes nothing afterwards.
+      comes out NaN on every rank (with codec 'none', and in exact calls, only the values that lax.psum would have
+      spoiled); the errors that it would have left are dropped, so that the state stays finite.
 
     Raises:
       TypeError: x or config of the wrong type. ValueError: unknown axis, state of another layout or structure.

@@ -52,7 +52,9 @@ def init_state(
     Inside shard_map or vmap(axis_name=...), x is what one rank will sum. With check_vma=True the state varies over
     axis_name and every axis that x varies over; a ShapeDtypeStruct that does not say (`manual_axis_type`) is taken to
     vary over all manual axes. Outside, `mesh` and `spec` (x's PartitionSpec, or a pytree prefix of them; axis_name need
-    not occur in it, as partial sums look replicated) give the global state, placed on the mesh.
+    not occur in it, as partial sums look replicated) give the global state, placed on the mesh. Its leading axis is
+    sharded over the axes in mesh order, such as P(("data", "model")); where shard_maps are nested, the outer one's axes
+    must come first, and the state has to be placed so before the first call.
 
     Args:
       x: a float16, bfloat16 or float32 array, a ShapeDtypeStruct, or a pytree of them.

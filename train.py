@@ -22,6 +22,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+if __name__ == "__main__":
+    # Until StopSignal, Ctrl-C ends the process at once: as an exception in the imports below it can get lost.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import jax
 import jax.extend
 import jax.numpy as jnp

@@ -145,7 +145,7 @@ def main(args: Args) -> None:
         change = 100 * (result["val_loss"] / exact["val_loss"] - 1)
         print(f"echo's validation loss differs from exact's by {change:+.2f} %\n")
         result = {**result, "exact": exact}
-    print(json.dumps(result))
+    print(json.dumps(jax.tree.map(lambda value: value if np.isfinite(value) else None, result)))
 
 
 def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
@@ -448,7 +448,9 @@ def restore(manager: ocp.CheckpointManager, state: Any, streams: Streams) -> tup
 def claim_workdir(workdir: Path, args: Args) -> None:
     """Refuse to go on with a run that other arguments started."""
     free = {"workdir", "compare", "eval_every", "eval_batches", "save_every", "log_every"}
-    wanted = {key: str(value) for key, value in vars(args).items() if key not in free}
+    preset = preset_of(args)
+    given = {**vars(args), "steps": preset.steps, "batch": preset.batch, "sequence": preset.sequence}
+    wanted = {key: str(value) for key, value in given.items() if key not in free}
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / "args.json"
     if path.exists():

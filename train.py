@@ -145,7 +145,7 @@ def main(args: Args) -> None:
         change = 100 * (result["val_loss"] / exact["val_loss"] - 1)
         print(f"echo's validation loss differs from exact's by {change:+.2f} %\n")
         result = {**result, "exact": exact}
-    print(json.dumps(jax.tree.map(lambda value: value if np.isfinite(value) else None, result)))
+    print(json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None)))  # JSON has no NaN: null
 
 
 def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:

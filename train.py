@@ -101,7 +101,7 @@ class Args:
     """What happens to the last error of a step's streams (carry and drop are for comparison)."""
     mesh: str = "data=2,model=4"
     steps: int | None = None
-    """Optimizer steps; by default the preset's."""
+    """Optimizer steps; by default the preset's. The learning rate depends on it: a run goes on with its own number."""
     batch: int | None = None
     """Windows a step, over all data ranks; by default the preset's."""
     sequence: int | None = None
@@ -179,11 +179,11 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
     )
     configs = Streams(config.comm.forward, config.comm.backward)
     bytes_before = 0.0
-    if manager.latest_step() is not None:
-        state, streams, progress = restore(manager, state, streams)
+    if (latest := manager.latest_step()) is not None:
+        state, streams, progress = restore(manager, latest, state, streams)
         train_iterator.set_state(progress["data"])
         bytes_before = progress["bytes_sent"]
-        tqdm.write(f"going on from step {manager.latest_step()} in {workdir}")
+        tqdm.write(f"going on from step {latest} in {workdir}")
     step = start = saved = int(state["step"])
 
     sent, of_16bit = count_collectives(program, args, state, streams)
@@ -237,7 +237,7 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
     if step > saved:
         save(manager, step, state, streams, configs, train_iterator, bytes_sent)
     manager.close()  # waits until the last checkpoint is whole
-    if not metrics.has(steps, "val_loss"):
+    if stop.received and not metrics.has(steps, "val_loss"):
         tqdm.write(f"stopped by {stop.received.name} at step {step}; the same command goes on from there")
         sys.exit(128 + stop.received)
     return {
@@ -245,7 +245,7 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
         "val_loss": metrics.last("val_loss"),
         "steps": steps,
         "tokens_per_s": speed,
-        "bits_effective": wire.bits_effective(sent, of_16bit),
+        "bits_effective": wire.bits_effective(bytes_sent / steps, of_16bit),
         "bytes_sent": int(bytes_sent),
         "bytes_16bit": int(bytes_a_step_16bit * steps),
     }
@@ -435,9 +435,10 @@ def save(
     manager.save(step, args=args)
 
 
-def restore(manager: ocp.CheckpointManager, state: Any, streams: Streams) -> tuple[Any, Streams, dict[str, Any]]:
-    """(state, streams, progress) of the newest checkpoint, in the places of those given."""
-    step = manager.latest_step()
+def restore(
+    manager: ocp.CheckpointManager, step: int, state: Any, streams: Streams
+) -> tuple[Any, Streams, dict[str, Any]]:
+    """(state, streams, progress) of the checkpoint of a step, in the places of those given."""
     streams = checkpoint.restore(manager, step, streams)
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(like), progress=ocp.args.JsonRestore())
@@ -456,8 +457,12 @@ def claim_workdir(workdir: Path, args: Args) -> None:
     if path.exists():
         found = json.loads(path.read_text())
         if found != wanted:
-            differing = {key: found.get(key) for key in {**found, **wanted} if found.get(key) != wanted.get(key)}
-            raise ValueError(f"workdir {workdir} holds a run with other arguments, {differing}; choose another one")
+            differing = [
+                f"{key} {found.get(key)} (here {wanted.get(key)})"
+                for key in {**found, **wanted}
+                if found.get(key) != wanted.get(key)
+            ]
+            raise ValueError(f"workdir {workdir} holds a run with {', '.join(differing)}; choose another one")
     else:
         replace_file(path, json.dumps(wanted, indent=1))
 
@@ -517,10 +522,11 @@ class Metrics:
 def make_mesh(text: str) -> Mesh:
     """'data=2,model=4' -> the mesh; on virtual CPU devices if the machine has too few."""
     try:
-        sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+        parts = [part.split("=") for part in text.split(",")]
+        sizes = {name: int(size) for name, size in parts}
     except ValueError:
-        sizes = {}
-    if set(sizes) != {DATA, MODEL} or min(sizes.values()) < 1:
+        parts, sizes = [], {}
+    if len(parts) != 2 or set(sizes) != {DATA, MODEL} or min(sizes.values()) < 1:
         raise ValueError(f"mesh must look like 'data=2,model=4', found {text!r}")
     needed = sizes[DATA] * sizes[MODEL]
     if len(jax.devices()) < needed:

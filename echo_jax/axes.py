@@ -22,6 +22,9 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 def axis_size(axis_name: AxisName) -> int:
     """Ranks along the axis (or axes). ValueError if it is unknown here."""
+    names = axis_names(axis_name)
+    if not names or any(isinstance(name, int | list | set | dict) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"axis_name must be the name of an axis, or a tuple of different ones; found {axis_name!r}")
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

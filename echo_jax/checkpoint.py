@@ -79,6 +79,8 @@ def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
     wanted = {path: _describe(leaf) for path, leaf in _states(like, "like").items()}
     found = _restore_item(manager, step, METADATA_ITEM, ocp.args.JsonRestore())
     _check_versions(found, step)
+    if not isinstance(found.get("states"), dict):
+        raise ValueError(f"step {step} has no usable {METADATA_ITEM!r}: it lacks 'states', found {sorted(found)}")
     _check_fits(found["states"], wanted, step)
     targets = {path: leaf.residual for path, leaf in _states(like, "like").items()}
     arrays = _restore_item(manager, step, ARRAYS_ITEM, ocp.args.StandardRestore(targets)) if targets else {}

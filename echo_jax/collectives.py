@@ -174,6 +174,8 @@ def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: E
         for (path, leaf, leaf_state), layout in zip(leaves, layouts, strict=True):
             if leaf_state is not None:
                 _check_layout(leaf, path, leaf_state, layout)
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(f"x{jax.tree_util.keystr(path)} must be an array, found a ShapeDtypeStruct")
     results = []
     for (_, leaf, leaf_state), layout in zip(leaves, layouts, strict=True):
         with jax.named_scope(f"{name}/{layout.scheme}{layout.group_size}"):
@@ -211,6 +213,9 @@ def _check_layout(x: Any, path: Any, state: EchoState, layout: Layout) -> None:
         }
         found = ", ".join(f"{key} {old!r} where the call has {new!r}" for key, (old, new) in differing.items())
         raise ValueError(f"state must have the layout that config gives to {argument}; found {found}")
+    if state.residual.dtype != layout.residual:
+        # As after a cast of a whole train state: what is owed may have been rounded away.
+        raise ValueError(f"state.residual must be {layout.residual} as its layout says, found {state.residual.dtype}")
     expected = (1, *layout.chunks_shape)
     if tuple(state.residual.shape) != expected:
         raise ValueError(
@@ -268,7 +273,11 @@ def _compensated_sum(
             chunks = stages.decode(wire, layout.groups, layout.group_size, codec, x.dtype)
         is_own = jnp.arange(layout.ranks)[:, None, None] == rank
         error = jnp.where(is_own, reduced.error, sent.error)
-    y = layout.from_chunks(chunks.astype(x.dtype))
+    chunks = chunks.astype(x.dtype)
+    if x.dtype == jnp.float16:
+        # A sum that overflows float16 is lost in that cast. Its debts are as large, and would spoil the next sums.
+        error = jnp.where(jnp.isfinite(chunks).all(-1, keepdims=True), error, 0.0)
+    y = layout.from_chunks(chunks)
     return y, None if state is None else _with_residual(state, error[None].astype(state.residual.dtype))
 
 
@@ -309,7 +318,8 @@ def _echo_psum(x, state, layout, config):
 
 
 def _echo_psum_fwd(x, state, layout, config):
-    return _compensated_sum(x, state, layout, config), None
+    # Itself, not _compensated_sum: a derivative of this rule must meet the rule again, not the codes.
+    return _echo_psum(x, state, layout, config), None
 
 
 def _echo_psum_bwd(layout, config, _, cotangents):
@@ -345,7 +355,7 @@ def _echo_psum_grad_fwd(x, state, layout, config):
 
 def _echo_psum_grad_bwd(layout, config, _, cotangents):
     x_bar, residual = cotangents
-    return _compensated_sum(x_bar, residual, layout, config)
+    return _echo_psum(x_bar, residual, layout, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -364,7 +374,9 @@ def _flush_grad_bwd(layout, config, _, cotangents):
     return _add_debt(x_bar, residual, layout, config)
 
 
-_with_derivative_of.defvjp(lambda z, y: (y, None), lambda _, y_bar: (y_bar, jnp.zeros_like(y_bar)))
+_with_derivative_of.defvjp(
+    lambda z, y: (_with_derivative_of(z, y), None), lambda _, y_bar: (y_bar, jnp.zeros_like(y_bar))
+)
 _echo_psum.defvjp(_echo_psum_fwd, _echo_psum_bwd)
 _echo_psum_grad.defvjp(_echo_psum_grad_fwd, _echo_psum_grad_bwd)
 _flush_grad.defvjp(_flush_grad_fwd, _flush_grad_bwd)

@@ -98,7 +98,7 @@ class EchoConfig:
 
 
 def _check_choice(field: str, found: Any, allowed: tuple[str, ...]) -> None:
-    if found not in allowed:
+    if not isinstance(found, str) or found not in allowed:
         raise ValueError(f"{field} must be one of {allowed}, found {found!r}")
 
 

@@ -75,19 +75,30 @@ def value_and_grad(
     if 1 in positions or any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in positions):
         raise TypeError(f"argnums must be positions from 0 other than 1, which is the streams'; found {argnums!r}")
 
-    def value_and_grad_fn(*args: Any) -> tuple[Any, Any, Streams]:
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, Any, Streams]:
         if len(args) < 2 or not isinstance(args[1], Streams):
             found = type(args[1]).__name__ if len(args) > 1 else "nothing"
             raise TypeError(f"streams, the second argument, must be echo_jax.Streams, found {found}")
         streams = args[1]
+        if max(positions) >= len(args):
+            raise TypeError(f"argnums must be positions of the {len(args)} arguments given, found {argnums!r}")
+        for path, leaf in jax.tree_util.tree_leaves_with_path({p: args[p] for p in positions}):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                where = jax.tree_util.keystr(path)
+                raise TypeError(f"arguments to differentiate must be floats, found {jnp.result_type(leaf)} at {where}")
 
         def run(differentiated: tuple[Any, ...], backward: Any) -> tuple[Any, Any]:
             full = list(args)
             full[1] = Streams(streams.forward, backward)
             for position, value in zip(positions, differentiated, strict=True):
                 full[position] = value
-            loss, rest = loss_fn(*full)
-            new_streams, aux = rest if has_aux else (rest, None)
+            result = loss_fn(*full, **kwargs)
+            try:
+                loss, rest = result
+                new_streams, aux = rest if has_aux else (rest, None)
+            except (TypeError, ValueError) as error:
+                wanted = "(loss, (streams, aux))" if has_aux else "(loss, streams)"
+                raise TypeError(f"loss_fn must return {wanted}, found {jax.tree.structure(result)}") from error
             if not isinstance(new_streams, Streams):
                 raise TypeError(
                     f"loss_fn must return echo_jax.Streams beside the loss, found {type(new_streams).__name__}"
@@ -95,7 +106,7 @@ def value_and_grad(
             given, found = jax.tree.structure(streams), jax.tree.structure(new_streams)
             if given != found:
                 raise TypeError(f"loss_fn must return streams of the structure {given}, found {found}")
-            return (loss, new_streams.backward), (new_streams.forward, aux)
+            return (jnp.asarray(loss), new_streams.backward), (new_streams.forward, aux)
 
         (loss, backward_out), transpose, (forward, aux) = jax.vjp(
             run, tuple(args[p] for p in positions), streams.backward, has_aux=True

@@ -71,8 +71,13 @@ def init_state(
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         check_dtype(leaf, path)
     if mesh is not None:
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, found {type(mesh).__name__}")
         if spec is None:
             raise ValueError("spec must be x's PartitionSpec when mesh is given, found None")
+        for part in jax.tree.leaves(spec, is_leaf=_is_spec):
+            if not _is_spec(part):
+                raise TypeError(f"spec must be x's PartitionSpec, or a pytree prefix of them; found {part!r}")
         return _init_global(x, axis_name, config, mesh, spec)
     if spec is not None:
         raise ValueError(f"spec goes with mesh, outside shard_map; found spec={spec!r} without a mesh")
@@ -101,6 +106,10 @@ def _state_axes(x: Any, axis_name: AxisName) -> tuple[Any, ...]:
     return tuple(name for name in manual if name in varying or name in axes.axis_names(axis_name))
 
 
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
+
+
 def _init_global(x: Any, axis_name: AxisName, config: EchoConfig, mesh: Mesh, spec: Any) -> Any:
     names = axes.axis_names(axis_name)
     unknown = [name for name in names if name not in mesh.shape]
@@ -119,12 +128,11 @@ def _init_global(x: Any, axis_name: AxisName, config: EchoConfig, mesh: Mesh, sp
         state_axes = tuple(name for name in mesh.axis_names if name in used)
         copies = int(np.prod([mesh.shape[name] for name in state_axes]))
         sharding = NamedSharding(mesh, PartitionSpec(state_axes))
-        zeros = jnp.zeros((copies, *layout.chunks_shape), config.residual_dtype, device=sharding)
-        return EchoState(zeros, layout)
+        shape = (copies, *layout.chunks_shape)
+        return EchoState(jax.jit(lambda: jnp.zeros(shape, config.residual_dtype), out_shardings=sharding)(), layout)
 
-    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     return jax.tree.map(
-        lambda leaf_spec, part: jax.tree.map(lambda leaf: init_leaf(leaf_spec, leaf), part), spec, x, is_leaf=is_spec
+        lambda leaf_spec, part: jax.tree.map(lambda leaf: init_leaf(leaf_spec, leaf), part), spec, x, is_leaf=_is_spec
     )
 
 
@@ -148,6 +156,7 @@ def residual_stats(y: Any, state: Any) -> dict[str, jax.Array]:
     sums, largest = [], []
     for leaf, leaf_state in leaves:
         layout = leaf_state.layout
+        check_dtype(leaf, argument="y")
         check_shape(leaf, layout, "y")
         unit = layout.group_size**0.5 if layout.rotation == "hadamard" else 1.0
         error = jnp.abs(leaf_state.residual.astype(jnp.float32)) * unit
@@ -191,7 +200,10 @@ def pair_leaves(x: Any, state: Any, argument: str = "x") -> list[tuple[Any, Any,
     if state is None:
         return [(path, leaf, None) for path, leaf in leaves]
     states, state_structure = jax.tree.flatten(state, is_leaf=is_state)
-    if structure != state_structure or not all(is_state(s) for s in states):
+    foreign = next((type(s).__name__ for s in states if not is_state(s)), None)
+    if foreign is not None:
+        raise TypeError(f"state must be an EchoState, or a pytree of them like {argument}; found {foreign}")
+    if structure != state_structure:
         raise ValueError(f"{argument} must have the structure of the state {state_structure}, found {structure}")
     return [(path, leaf, leaf_state) for (path, leaf), leaf_state in zip(leaves, states, strict=True)]
 

@@ -58,7 +58,7 @@ class Collective:
     shape: tuple[int, ...]
     dtype: str
     times: int
-    name: str
+    name: str = dataclasses.field(compare=False)
 
     @property
     def values_sent(self) -> float:
@@ -77,8 +77,11 @@ def collectives(fn: Callable[..., Any], *args: Any) -> list[Collective]:
       fn: a function of arrays; jitted or not. Collectives that a compiler adds for automatic axes are not seen.
       args: arrays or ShapeDtypeStructs.
 
+    A collective whose result is never used is counted too, although a compiler would drop it.
+
     Raises:
-      ValueError: a collective in a while loop, whose trip count is unknown, or in only one branch of a cond.
+      ValueError: a collective in a while loop, whose trip count is unknown; branches of a cond that send different
+        things; a collective over groups of an axis, or of a kind that is not known here.
     """
     return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr, {}, 1, ""))
 
@@ -89,9 +92,15 @@ def over_axis(found: Iterable[Collective], axis_name: AxisName) -> list[Collecti
     return [c for c in found if wanted & set(c.axes)]
 
 
-def bits_effective(sent: Iterable[Collective], of_16bit: Iterable[Collective]) -> float:
-    """All bits that a program's collectives send, over the values that the program with `lax.psum` sends."""
-    return 8 * sum(c.bytes_sent for c in sent) / sum(c.values_sent for c in of_16bit)
+def bits_effective(bytes_sent: float, of_16bit: Iterable[Collective]) -> float:
+    """All bits that a program sends, over the values that the same program with `lax.psum` sends; NaN if it sends none.
+
+    Args:
+      bytes_sent: of all the program's collectives over the axis, settling and embedding included.
+      of_16bit: those of the program with `lax.psum`.
+    """
+    values = sum(c.values_sent for c in of_16bit)
+    return 8 * bytes_sent / values if values else math.nan
 
 
 def report(fn: Callable[..., Any], *args: Any) -> str:
@@ -116,6 +125,8 @@ def _walk(jaxpr: Any, sizes: Mapping[Hashable, int], times: int, scope: str) -> 
             names = axis_names(names)
             if not all(name in sizes for name in names):
                 continue  # vmap's axes are not wires
+            if eqn.params.get("axis_index_groups") is not None:
+                raise ValueError(f"fn has a collective over groups of an axis, which is not counted: {eqn}")
             ranks = math.prod(sizes[name] for name in names)
             for operand in eqn.invars:
                 aval = operand.aval
@@ -130,6 +141,9 @@ def _walk(jaxpr: Any, sizes: Mapping[Hashable, int], times: int, scope: str) -> 
             if eqn.primitive.name == "shard_map":
                 inner.update(eqn.params["mesh"].shape)
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            elsewhere = eqn.params.get("axis_name", ())
+            if eqn.primitive.name != "axis_index" and set(axis_names(elsewhere)) & set(sizes):
+                raise ValueError(f"fn has a collective of an unknown kind, {eqn.primitive.name!r}: {eqn}")
             for sub in _sub_jaxprs(eqn):
                 found = list(_walk(sub, inner, times * length, name))
                 if found and eqn.primitive.name == "while":

@@ -184,3 +184,50 @@ def test_the_conjugate_is_the_identity_forward():
         np.testing.assert_array_equal(cast[rank], partials(8, (3, 40)))
         np.testing.assert_array_equal(settled[rank], partials(8, (3, 40)))
     assert not np.asarray(residual).any()
+
+
+def _curvature(psum, mode, x):
+    """[ranks, ...]: the derivative of a squared derivative, which passes through each sum twice."""
+
+    def inner(x):
+        return (psum(x) ** 3).sum()
+
+    return on_ranks(jax.grad(lambda x: (jax.grad(inner)(x) ** 2).sum()), RANKS, mode)(x)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(MODES[0], marks=pytest.mark.quick), *MODES[1:]])
+@pytest.mark.parametrize("config", [EchoConfig("none", algorithm="two_shot"), EchoConfig(algorithm="exact")])
+def test_second_derivatives_are_those_of_lax_psum(config, mode):
+    x = partials(2, (RANKS, 5))
+    found, wanted = _curvature(echo_sum(config), mode, x), _curvature(lax_sum, mode, x)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=40 * 2.0**-24 * np.abs(wanted).max())
+    assert np.abs(wanted).max() > 1
+
+
+def test_second_derivatives_of_the_conjugate_are_those_of_a_cast():
+    config = EchoConfig("none", algorithm="two_shot")
+
+    def through_echo(x):
+        return echo_jax.echo_psum_grad(x, "tp", echo_jax.init_state(x, "tp", config), config)[0]
+
+    def curvature(cast):
+        def inner(x):
+            return lax.psum((cast(x) ** 3).sum() * (1 + lax.axis_index("tp")), "tp")
+
+        def outer(x):
+            return (jax.grad(inner)(x) ** 2).sum()
+
+        mesh = mesh_of(tp=RANKS)
+        return jax.jit(jax.shard_map(jax.grad(outer), mesh=mesh, in_specs=P(), out_specs=P()))(partials(3, (5,)))
+
+    wanted = curvature(lambda x: lax.pcast(x, "tp", to="varying"))
+    np.testing.assert_allclose(curvature(through_echo), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_mode_over_a_gradient_is_refused_too(mode):
+    config = EchoConfig(algorithm="two_shot")
+    x = partials(4, (RANKS, 5))
+    gradient = jax.grad(lambda x: (echo_sum(config)(x) ** 2).sum())
+    with pytest.raises(TypeError, match="forward-mode"):
+        on_ranks(lambda x: jax.jvp(gradient, (x,), (x,))[1], RANKS, mode)(x)

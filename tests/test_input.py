@@ -128,7 +128,7 @@ def test_a_pytree_of_another_structure_than_the_state_s_is_refused(function):
     x = {"a": jnp.zeros(SHAPE), "b": jnp.zeros(SHAPE)}
     refuses(lambda: function(x, "tp", state_of(), CONFIG), ValueError, "structure")
     refuses(lambda: function(x, "tp", state_of({"a": X, "c": X}), CONFIG), ValueError, "structure", "'c'")
-    refuses(lambda: function(x, "tp", {"a": state_of(), "b": 3.0}, CONFIG), ValueError, "structure")
+    refuses(lambda: function(x, "tp", {"a": state_of(), "b": 3.0}, CONFIG), TypeError, "EchoState", "float")
     refuses(lambda: function(x["a"], "tp", state_of([X]), CONFIG), ValueError, "structure")
 
 
@@ -206,6 +206,60 @@ def test_a_state_that_was_not_sharded_over_the_axis_is_refused(function):
 
 
 # --- the conjugates --------------------------------------------------------------------------------------------------
+
+
+@each_function
+def test_a_state_whose_array_is_not_of_its_layout_s_dtype_is_refused(function):
+    def call():
+        cast = jax.tree.map(lambda leaf: leaf.astype(jnp.int32), state_of())
+        function(X, "tp", cast, CONFIG)
+
+    refuses(call, ValueError, "state.residual must be bfloat16", "found int32")
+
+
+@pytest.mark.parametrize("axis_name", [(), ("tp", "tp"), ["tp"], 0])
+def test_what_cannot_name_an_axis_is_refused(axis_name):
+    plain = dataclasses.replace(CONFIG, feedback=False)
+    refuses(lambda: echo_jax.echo_psum(X, axis_name, None, plain), ValueError, "axis_name must be the name of an axis")
+
+
+def test_an_array_is_no_state_and_a_shape_is_no_array():
+    refuses(lambda: echo_jax.echo_psum(X, "tp", state_of().residual, CONFIG), TypeError, "state must be an EchoState")
+    refuses(
+        lambda: echo_jax.echo_psum(X, "tp", state_of(), CONFIG), TypeError, "x must be an array", "ShapeDtypeStruct"
+    )
+
+
+def test_init_state_outside_names_a_wrong_mesh_or_spec():
+    mesh, x = mesh_of(tp=2), jnp.zeros((4, 64))
+    with pytest.raises(TypeError, match="spec must be x's PartitionSpec"):
+        echo_jax.init_state(x, "tp", CONFIG, mesh=mesh, spec=jax.NamedSharding(mesh, P()))
+    with pytest.raises(TypeError, match="mesh must be"):
+        echo_jax.init_state(x, "tp", CONFIG, mesh=mesh.abstract_mesh, spec=P())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "args", "argnums", "message"),
+    [
+        (lambda p, s: p.sum(), (), 0, "loss_fn must return"),
+        (lambda p, s: (p.sum(), s, 1), (), 0, "loss_fn must return"),
+        (lambda p, s: (p.sum(), None), (), 0, "must return echo_jax.Streams"),
+        (lambda p, s: (p, s), (), 0, "float scalar"),
+        (lambda p, s: (p.sum(), s), (), 2, "argnums must be positions of the 2 arguments"),
+        (lambda p, s, n: (p.sum(), s), (jnp.arange(3),), 2, "must be floats, found int32"),
+    ],
+)
+def test_value_and_grad_says_what_is_wrong_with_a_loss_or_its_arguments(loss_fn, args, argnums, message):
+    with pytest.raises(TypeError, match=message):
+        echo_jax.value_and_grad(loss_fn, argnums)(jnp.ones(3), echo_jax.Streams(None, None), *args)
+
+
+def test_value_and_grad_passes_keyword_arguments_on_and_takes_a_plain_number_for_a_loss():
+    streams = echo_jax.Streams(None, None)
+    value, grad, _ = echo_jax.value_and_grad(lambda p, s, *, factor: (factor * p, s))(2.0, streams, factor=3.0)
+    assert (value, grad) == (6.0, 3.0)
+    value, grad, _ = echo_jax.value_and_grad(lambda p, s: (1.0, s))(2.0, streams)
+    assert (value, grad) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

@@ -86,7 +86,7 @@ def _zero_streams(config):
 def test_with_the_code_none_a_step_has_the_gradients_of_lax_psum(algorithm):
     config = EchoConfig("none", algorithm=algorithm, residual="float32")
     weights = _weights()
-    (loss, _), (of_weights, _, of_h0), streams = _step(config)(weights, _zero_streams(config))
+    (loss, _), (of_weights, _, of_h0), _ = _step(config)(weights, _zero_streams(config))
     wanted_loss, wanted = _exact(weights)
     # Float32 sums in another order through 6 layers and back: about 100 roundings of 2**-24.
     np.testing.assert_allclose(loss, wanted_loss, rtol=100 * 2.0**-24)

@@ -291,6 +291,12 @@ def test_a_finished_run_trains_nothing_and_prints_the_same_again(lab: Lab, tmp_p
     assert saved_steps(workdir) == saved_steps(reference)
 
 
+def test_one_rank_sends_nothing_and_has_no_bits_a_value(lab: Lab, tmp_path: Path):
+    ended = run(lab, [*lab.flags(tmp_path / "run", "settle"), "--mesh", "data=1,model=1", "--steps", "1"])
+    assert ended.code == 0, ended.stderr
+    assert (ended.result["bytes_sent"], ended.result["bits_effective"]) == (0, None)
+
+
 @pytest.mark.quick
 def test_a_signal_from_outside_saves_the_step_it_finds(lab: Lab, tmp_path: Path):
     workdir = tmp_path / "run"

@@ -48,7 +48,7 @@ class Communication:
       axis_name: the mesh axis.
       forward, backward: configs of the two streams.
       backward_sum: where gradients are summed: 'norm_output', as Megatron does, or 'residual_stream', before the norm,
-        where the backward stream telescopes exactly (but trained worse in trials: design notes in docs/theory.md).
+        where the backward stream telescopes exactly (but trained worse, see docs/theory.md).
       settle: whether each stream pays what it owes where it ends. Without, the caller carries or drops the streams.
     """
 

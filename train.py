@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import time
@@ -501,10 +502,14 @@ class Metrics:
             self._values = {(int(step), name): float(value) for step, name, value in rows}
         lines = [f"{step},{name},{value!r}\n" for (step, name), value in self._values.items()]
         replace_file(self._path, "".join(["step,name,value\n", *lines]))
-        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+        # Events are written anew from the rows: a killed run loses those that its writer's thread still held.
+        shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
+        self._events = SummaryWriter(str(workdir / "tensorboard"))
+        for (step, name), value in self._values.items():
+            self._events.add_scalar(name, value, step)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """On disk when it returns: a checkpoint of this step may follow, and a kill."""
+        """Rows are on disk when it returns: a checkpoint of this step may follow, and a kill."""
         with self._path.open("a", newline="") as file:
             file.write("".join(f"{step},{name},{value!r}\n" for name, value in values.items()))
         for name, value in values.items():

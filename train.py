@@ -179,11 +179,11 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
         options=ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=True),
     )
     configs = Streams(config.comm.forward, config.comm.backward)
-    bytes_before = 0.0
+    bytes_sent = 0.0  # by all steps so far: ECHO_JAX_ALGORITHM may have been another in earlier ones
     if (latest := manager.latest_step()) is not None:
         state, streams, progress = restore(manager, latest, state, streams)
         train_iterator.set_state(progress["data"])
-        bytes_before = progress["bytes_sent"]
+        bytes_sent = progress["bytes_sent"]
         tqdm.write(f"going on from step {latest} in {workdir}")
     step = start = saved = int(state["step"])
 
@@ -194,7 +194,6 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
         f"(16-bit sums: {bytes_a_step_16bit / 1e6:.2f} MB)"
     )
     metrics = Metrics(workdir, start)
-    bytes_sent = bytes_before  # by all steps so far: ECHO_JAX_ALGORITHM may have been another in earlier ones
     measured_from = time.perf_counter()
 
     def tokens_per_s() -> float:

@@ -76,13 +76,13 @@ def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
         difference is named.
       FileNotFoundError: there is no such step.
     """
-    wanted = {path: _describe(leaf) for path, leaf in _states(like, "like").items()}
+    states = _states(like, "like")
     found = _restore_item(manager, step, METADATA_ITEM, ocp.args.JsonRestore())
     _check_versions(found, step)
     if not isinstance(found.get("states"), dict):
         raise ValueError(f"step {step} has no usable {METADATA_ITEM!r}: it lacks 'states', found {sorted(found)}")
-    _check_fits(found["states"], wanted, step)
-    targets = {path: leaf.residual for path, leaf in _states(like, "like").items()}
+    _check_fits(found["states"], {path: _describe(leaf) for path, leaf in states.items()}, step)
+    targets = {path: leaf.residual for path, leaf in states.items()}
     arrays = _restore_item(manager, step, ARRAYS_ITEM, ocp.args.StandardRestore(targets)) if targets else {}
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: EchoState(arrays[_name(path)], leaf.layout), like, is_leaf=is_state

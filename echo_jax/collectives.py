@@ -24,7 +24,7 @@ from echo_jax.axes import AxisName
 from echo_jax.codecs import CODECS
 from echo_jax.config import EchoConfig
 from echo_jax.layout import Layout
-from echo_jax.state import EchoState, check_config, check_dtype, check_shape, pair_leaves
+from echo_jax.state import EchoState, check_config, check_dtype, check_shape, is_state, pair_leaves
 
 # The name that results carry for `jax.checkpoint`: see `remat_policy`.
 SUM_NAME = "echo_jax_sum"
@@ -109,7 +109,15 @@ def echo_psum_grad(
     return _for_each_leaf(call, x, axis_name, state, config, name or "echo_psum_grad")
 
 
-def flush(y: Any, axis_name: AxisName, state: Any, config: EchoConfig, *, name: str | None = None) -> tuple[Any, Any]:
+def flush(
+    y: Any,
+    axis_name: AxisName,
+    state: Any,
+    config: EchoConfig,
+    *,
+    rows: jax.Array | None = None,
+    name: str | None = None,
+) -> tuple[Any, Any]:
     """Settle a stream: y plus everything that is still owed, summed exactly in y's dtype (16 bits or more).
 
     y then is the exact sum of all partials of the stream, to the rounding of the residual's and y's dtypes. Works
@@ -118,10 +126,18 @@ def flush(y: Any, axis_name: AxisName, state: Any, config: EchoConfig, *, name: 
     Args:
       y: the stream's running value, to which its sums were added; of the shape of the state's x.
       axis_name, state, config, name: as in `echo_psum`. With a state of None nothing is owed and y is returned.
+      rows: settle these rows of x alone, and send no more than them: int[...], different indices into the rows (all
+        axes of x but the last, flattened), equal on all ranks. y is then [..., d] of one array, those rows of the
+        running value. Negative indices, or those past the end, are not checked.
 
     Returns:
-      (y, state): the state is zero.
+      (y, state): the state is zero; with `rows`, zero in those rows, and the others go on owing.
+
+    Raises:
+      As `echo_psum`. ValueError: rows of a layout of scheme 'flat', whose groups cross rows.
     """
+    if rows is not None:
+        return _flush_rows(y, axis_name, state, config, jnp.asarray(rows), name or "flush")
 
     def call(y: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         if state is None:
@@ -293,9 +309,40 @@ def _exact_sum(
 
 
 def _add_debt(y: jax.Array, state: EchoState, layout: Layout, config: EchoConfig) -> tuple[jax.Array, EchoState]:
-    debt = lax.psum(_owed(state, layout, config).astype(y.dtype), layout.axis_name)
-    settled = jnp.where(debt == 0, y, (y.astype(jnp.float32) + debt.astype(jnp.float32)).astype(y.dtype))
+    settled = _plus_debt(y, _owed(state, layout, config), layout.axis_name)
     return settled, _with_residual(state, jnp.zeros_like(state.residual))
+
+
+def _plus_debt(y: jax.Array, owed: jax.Array, axis_name: AxisName) -> jax.Array:
+    debt = lax.psum(owed.astype(y.dtype), axis_name)
+    return jnp.where(debt == 0, y, (y.astype(jnp.float32) + debt.astype(jnp.float32)).astype(y.dtype))
+
+
+def _flush_rows(
+    y: Any, axis_name: AxisName, state: Any, config: EchoConfig, rows: jax.Array, name: str
+) -> tuple[jax.Array, EchoState | None]:
+    with _labelled_errors(name):
+        check_config(config)
+        check_dtype(y, argument="y")
+        ranks = axes.axis_size(axis_name)
+        if config.feedback != (state is not None) or not (state is None or is_state(state)):
+            wanted = "the state from init_state" if config.feedback else "None"
+            raise ValueError(f"state must be {wanted} with feedback={config.feedback}, found {type(state).__name__}")
+        if state is None:
+            return y, None
+        layout = Layout.of(state.layout.shape, axis_name, ranks, config)
+        _check_layout(jax.ShapeDtypeStruct(layout.shape, y.dtype), (), state, layout)
+        if not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise TypeError(f"rows must be integers, found {rows.dtype}")
+        if y.shape != (*rows.shape, layout.shape[-1]):
+            raise ValueError(f"y must be rows of x, {(*rows.shape, layout.shape[-1])}; found {tuple(y.shape)}")
+        groups = layout.row_groups(rows)
+    y, state = _match_axes(y, state, axis_name)
+    with jax.named_scope(f"{name}/{layout.scheme}{layout.group_size}"):
+        residual = state.residual.reshape(-1, layout.group_size)  # its leading axis is 1 on each rank
+        owed = stages.owed(residual[groups], CODECS[config.codec]).reshape(y.shape)
+        rest = residual.at[groups].set(0).reshape(state.residual.shape)
+        return _plus_debt(y, owed, axis_name), _with_residual(state, rest)
 
 
 def _owed(state: EchoState, layout: Layout, config: EchoConfig) -> jax.Array:

@@ -72,6 +72,22 @@ class Layout:
     def chunks_shape(self) -> tuple[int, int, int]:
         return self.ranks, self.groups, self.group_size
 
+    def row_groups(self, rows: jax.Array) -> jax.Array:
+        """int[...] rows of x -> int[..., d/g]: their groups in order, as indices into chunks[n*G, g].
+
+        ValueError where groups cross rows.
+        """
+        if self.scheme == "flat":
+            raise ValueError(
+                f"rows need a layout whose groups do not cross rows; found scheme 'flat' for x of shape {self.shape}"
+            )
+        groups_a_row = self.shape[-1] // self.group_size
+        if self.scheme == "rows":
+            return rows[..., None] * groups_a_row + jnp.arange(groups_a_row)
+        run = groups_a_row // self.ranks  # of one row in one chunk
+        chunk, within = jnp.divmod(jnp.arange(groups_a_row), run)
+        return chunk * self.groups + rows[..., None] * run + within
+
     def to_chunks(self, x: jax.Array) -> jax.Array:
         """dtype[*shape] -> dtype[n, G, g], padded with zeros."""
         if self.scheme == "columns":

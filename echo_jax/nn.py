@@ -24,6 +24,7 @@ from echo_jax.config import EchoConfig
 
 EXACT = EchoConfig(algorithm="exact", feedback=False)
 _NORMAL = nnx.initializers.normal(0.02)
+_ZEROS = nnx.initializers.zeros
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -36,6 +37,8 @@ class ColumnParallelLinear(nnx.Module):
       in_features, out_features: D and F, global.
       axis_name: mesh axis that F is split over; None keeps the kernel whole on every rank.
       dtype: of the computation and of y; parameters are kept in `param_dtype`.
+      lora_rank: r; above 0 the kernel has a low-rank update, lora_scale * lora_a[D, r] @ lora_b[r, F/n], that starts
+        at zero (LoRA, arXiv:2106.09685). lora_a is whole on every rank: its gradient is one exact sum of D*r values.
     """
 
     def __init__(
@@ -47,13 +50,24 @@ class ColumnParallelLinear(nnx.Module):
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = _NORMAL,
+        lora_rank: int = 0,
+        lora_scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
-        self.dtype = dtype
+        self.dtype, self.lora_scale = dtype, lora_scale
         self.kernel = _sharded_param(kernel_init, rngs, (in_features, out_features), param_dtype, (None, axis_name))
+        if lora_rank:
+            self.lora_a = _sharded_param(_NORMAL, rngs, (in_features, lora_rank), param_dtype, (None, None))
+            self.lora_b = _sharded_param(_ZEROS, rngs, (lora_rank, out_features), param_dtype, (None, axis_name))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+    def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
+        """x[..., D] -> y[..., F/n]; with outputs, int[k], only those features of this rank's: y[..., k]."""
+        take = (lambda kernel: kernel) if outputs is None else (lambda kernel: jnp.take(kernel, outputs, axis=1))
+        x = x.astype(self.dtype)
+        y = jnp.matmul(x, take(self.kernel[...]).astype(self.dtype))
+        if not hasattr(self, "lora_a"):
+            return y
+        return y + _low_rank(x, self.lora_a[...], take(self.lora_b[...]), self.lora_scale, self.dtype)
 
 
 class RowParallelLinear(nnx.Module):
@@ -67,6 +81,8 @@ class RowParallelLinear(nnx.Module):
       config: of the sum.
       name: label of the sum.
       dtype: of the computation, of what is summed and of y.
+      lora_rank, lora_scale: as in `ColumnParallelLinear`, with lora_a[D/n, r] split and lora_b[r, F] whole; the update
+        is part of what is summed.
     """
 
     def __init__(
@@ -80,13 +96,22 @@ class RowParallelLinear(nnx.Module):
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = _NORMAL,
+        lora_rank: int = 0,
+        lora_scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
         self.axis_name, self.config, self.name, self.dtype = axis_name, config, name, dtype
+        self.lora_scale = lora_scale
         self.kernel = _sharded_param(kernel_init, rngs, (in_features, out_features), param_dtype, (axis_name, None))
+        if lora_rank:
+            self.lora_a = _sharded_param(_NORMAL, rngs, (in_features, lora_rank), param_dtype, (axis_name, None))
+            self.lora_b = _sharded_param(_ZEROS, rngs, (lora_rank, out_features), param_dtype, (None, None))
 
     def __call__(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        partial = jnp.matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+        x = x.astype(self.dtype)
+        partial = jnp.matmul(x, self.kernel[...].astype(self.dtype))
+        if hasattr(self, "lora_a"):
+            partial = partial + _low_rank(x, self.lora_a[...], self.lora_b[...], self.lora_scale, self.dtype)
         return echo_psum(partial, self.axis_name, state, self.config, name=self.name)
 
 
@@ -159,6 +184,10 @@ def _local_index(index: jax.Array, local_size: int, axis_name: AxisName) -> tupl
     local = cast_varying(index, axis_names(axis_name)) - lax.axis_index(axis_name) * local_size
     mine = (local >= 0) & (local < local_size)
     return jnp.clip(local, 0, local_size - 1), mine
+
+
+def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, dtype: Any) -> jax.Array:
+    return jnp.matmul(jnp.matmul(x, a.astype(dtype)), b.astype(dtype)) * jnp.asarray(scale, dtype)
 
 
 def _sharded_param(init: Any, rngs: nnx.Rngs, shape: Any, dtype: Any, sharding: Any) -> nnx.Param:

@@ -4,6 +4,7 @@ Everything here runs inside shard_map with check_vma=True, on one rank's shards.
 
     B  batch (local to a data rank)    D  d_model          H  query heads       F  d_ff
     S  sequence                        V  vocabulary       K  key/value heads   C  head_dim      L  layers
+    T  positions that a cache has room for
 
 All communication of a step over the tensor-parallel axis, in order of the forward pass (sums in brackets are of the
 backward pass, which runs the other way):
@@ -13,15 +14,21 @@ backward pass, which runs the other way):
     each layer      [echo_psum_grad], echo_psum after attention; [echo_psum_grad], echo_psum after the MLP
     flush           what the forward stream still owes
     head            [echo_psum_grad], then the loss's own small exact sums
+
+`prefill` and `decode` run the forward pass alone. Their stream starts from zero in each call, so that nothing is owed
+from one request, or from one token, to another; and as only the last position of a prompt is read, only its debt is
+settled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,6 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import echo_jax
 from echo_jax import EchoConfig, Streams
 from echo_jax.nn import (
+    EXACT,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbed,
@@ -64,8 +72,30 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of rotary wavelengths, `rope_type` 'llama3' in a published config.
+
+    Wavelengths of fewer than original_context / high positions stay, those of more than original_context / low grow
+    `factor` times, and between the two the frequency is interpolated.
+    """
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original_context: int = 8192
+
+    def __call__(self, frequency: np.ndarray) -> np.ndarray:
+        turns = self.original_context * frequency / (2 * np.pi)
+        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """Shapes and numerics. `qk_norm` tells Qwen3 from Llama.
+
+    `lora_rank` above 0 adds a low-rank update, scaled by lora_alpha / lora_rank, to every projection of the layers
+    (LoRA, arXiv:2106.09685); see `models/lora.py`.
 
     Raises ValueError where heads do not divide.
     """
@@ -78,11 +108,14 @@ class TransformerConfig:
     head_dim: int
     d_ff: int
     rope_theta: float = 1e6
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     qk_norm: bool = True
     tie_embeddings: bool = True
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
     comm: Communication = Communication()
 
     def __post_init__(self) -> None:
@@ -92,6 +125,14 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be 0, for no low-rank updates, or more; found {self.lora_rank}")
+
+    @property
+    def linear_settings(self) -> dict[str, Any]:
+        """What all projections of the layers share."""
+        lora = {"lora_rank": self.lora_rank, "lora_scale": self.lora_alpha / max(self.lora_rank, 1)}
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype, **lora}
 
     def check_ranks(self, ranks: int) -> None:
         """ValueError unless the model can be split over this many tensor-parallel ranks."""
@@ -103,6 +144,35 @@ class TransformerConfig:
         return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(self, 1)))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of all layers, dtype[L, B, T, K, C], split over heads: on each rank those its queries read."""
+
+    k_LBTKC: jax.Array
+    v_LBTKC: jax.Array
+
+    def write(self, at: CacheIndex, k_BSKC: jax.Array, v_BSKC: jax.Array) -> Cache:
+        return Cache(_write(self.k_LBTKC, at, k_BSKC), _write(self.v_LBTKC, at, v_BSKC))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheIndex:
+    """Where tokens go in a cache: their layer, and each row's position for one token (None: from position 0 on)."""
+
+    layer: jax.Array
+    positions_B: jax.Array | None
+
+
+def _write(cache_LBTKC: jax.Array, at: CacheIndex, new_BSKC: jax.Array) -> jax.Array:
+    new_BSKC = new_BSKC.astype(cache_LBTKC.dtype)
+    if at.positions_B is None:
+        zero = jnp.zeros_like(at.layer)
+        return lax.dynamic_update_slice(cache_LBTKC, new_BSKC[None], (at.layer, zero, zero, zero, zero))
+    rows_B = jnp.arange(len(at.positions_B))
+    return cache_LBTKC.at[at.layer, rows_B, at.positions_B].set(new_BSKC[:, 0])
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embeddings. Column-parallel in, row-parallel out."""
 
@@ -110,7 +180,7 @@ class Attention(nnx.Module):
         self.config = config
         axis, width = config.comm.axis_name, config.head_dim
         kv_axis = axis if config.num_kv_heads % ranks == 0 else None  # too few to split: whole on every rank
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        dtypes = {**config.linear_settings, "rngs": rngs}
         self.q_proj = ColumnParallelLinear(config.d_model, config.num_heads * width, axis_name=axis, **dtypes)
         self.k_proj = ColumnParallelLinear(config.d_model, config.num_kv_heads * width, axis_name=kv_axis, **dtypes)
         self.v_proj = ColumnParallelLinear(config.d_model, config.num_kv_heads * width, axis_name=kv_axis, **dtypes)
@@ -126,26 +196,33 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = (_rms_norm(width, config, rngs) for _ in range(2))
 
-    def __call__(self, x_BSD: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x_BSD: jax.Array, state: Any, cache: Cache | None = None, at: CacheIndex | None = None
+    ) -> tuple[jax.Array, Any, Cache | None]:
+        """Without a cache, or without `at.positions_B`, tokens stand at positions 0 to S-1 and see one another."""
         config = self.config
-        kv_heads, kv_index = local_heads(config.num_heads, config.num_kv_heads, config.comm.axis_name)
         q_BSHC = _split_heads(self.q_proj(x_BSD), config.head_dim)
-        k_BSKC, v_BSKC = (self._key_value(x_BSD, proj, kv_heads, kv_index) for proj in (self.k_proj, self.v_proj))
+        _, kv_index = local_heads(config.num_heads, config.num_kv_heads, config.comm.axis_name)
+        outputs = None
+        if kv_index is not None:
+            outputs = (kv_index[:, None] * config.head_dim + jnp.arange(config.head_dim)).reshape(-1)
+        k_BSKC, v_BSKC = (_split_heads(proj(x_BSD, outputs), config.head_dim) for proj in (self.k_proj, self.v_proj))
         if config.qk_norm:
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        positions = jnp.arange(x_BSD.shape[1])
-        q_BSHC, k_BSKC = (rotary(a, positions, config.rope_theta) for a in (q_BSHC, k_BSKC))
-        out_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True)
-        return self.o_proj(out_BSHC.reshape(*x_BSD.shape[:2], -1), state)
+        first = 0 if at is None or at.positions_B is None else at.positions_B[:, None]
+        positions = first + jnp.arange(x_BSD.shape[1])
+        q_BSHC, k_BSKC = (rotary(a, positions, config.rope_theta, config.rope_scaling) for a in (q_BSHC, k_BSKC))
 
-    def _key_value(
-        self, x_BSD: jax.Array, proj: ColumnParallelLinear, heads: int, index: jax.Array | None
-    ) -> jax.Array:
-        if index is None:
-            return _split_heads(proj(x_BSD), self.config.head_dim)
-        kernel_DKC = proj.kernel[...].reshape(self.config.d_model, -1, self.config.head_dim)
-        kernel_DKC = jnp.take(kernel_DKC, index, axis=1).astype(self.config.dtype)
-        return jnp.einsum("bsd,dkc->bskc", x_BSD, kernel_DKC)
+        settings: dict[str, Any] = {"is_causal": True}
+        if cache is not None and at is not None:
+            cache = cache.write(at, k_BSKC, v_BSKC)
+            if at.positions_B is not None:
+                k_BSKC, v_BSKC = cache.k_LBTKC[at.layer], cache.v_LBTKC[at.layer]
+                seen_BT = jnp.arange(k_BSKC.shape[1]) <= at.positions_B[:, None]
+                settings = {"mask": seen_BT[:, None, None, :]}
+        out_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, **settings)
+        y_BSD, state = self.o_proj(out_BSHC.reshape(*x_BSD.shape[:2], -1), state)
+        return y_BSD, state, cache
 
 
 class MLP(nnx.Module):
@@ -153,7 +230,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         axis = config.comm.axis_name
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        dtypes = {**config.linear_settings, "rngs": rngs}
         self.gate_proj = ColumnParallelLinear(config.d_model, config.d_ff, axis_name=axis, **dtypes)
         self.up_proj = ColumnParallelLinear(config.d_model, config.d_ff, axis_name=axis, **dtypes)
         self.down_proj = RowParallelLinear(
@@ -180,14 +257,16 @@ class Block(nnx.Module):
         self.mlp_norm = _rms_norm(config.d_model, config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, h_BSD: jax.Array, streams: Streams) -> tuple[jax.Array, Streams]:
+    def __call__(
+        self, h_BSD: jax.Array, streams: Streams, cache: Cache | None = None, at: CacheIndex | None = None
+    ) -> tuple[jax.Array, Streams, Cache | None]:
         forward, backward = streams.forward, streams.backward
         x_BSD, backward = block_input(self.attention_norm, h_BSD, backward, self.comm, "attention_in")
-        y_BSD, forward = self.attention(x_BSD, forward)
+        y_BSD, forward, cache = self.attention(x_BSD, forward, cache, at)
         h_BSD = h_BSD + y_BSD
         x_BSD, backward = block_input(self.mlp_norm, h_BSD, backward, self.comm, "mlp_in")
         y_BSD, forward = self.mlp(x_BSD, forward)
-        return h_BSD + y_BSD, Streams(forward, backward)
+        return h_BSD + y_BSD, Streams(forward, backward), cache
 
 
 class Transformer(nnx.Module):
@@ -205,8 +284,14 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             self.head = ColumnParallelLinear(config.d_model, config.vocab_size, axis_name=axis, **dtypes)
 
-    def __call__(self, tokens_BS: jax.Array, streams: Streams) -> tuple[jax.Array, Streams, Stats]:
-        """int32[B, S] -> (this rank's logits[B, S, V/n], streams, `residual_stats` above the last layer)."""
+    def __call__(
+        self, tokens_BS: jax.Array, streams: Streams, *, keep_hidden: bool = False
+    ) -> tuple[jax.Array, Streams, Stats]:
+        """int32[B, S] -> (this rank's logits[B, S, V/n], streams, stats).
+
+        Stats are `residual_stats` above the last layer, where the forward stream has a state; and, if asked for,
+        'hidden', the residual stream above every layer, [L, B, S, D].
+        """
         comm = self.config.comm
         h_BSD = self.embed(tokens_BS)
         if comm.settle:
@@ -215,19 +300,54 @@ class Transformer(nnx.Module):
 
         graph, params = nnx.split(self.blocks)
 
-        def layer(carry: tuple[jax.Array, Streams], params: Any) -> tuple[tuple[jax.Array, Streams], None]:
-            return nnx.merge(graph, params)(*carry), None
+        def layer(carry: tuple[jax.Array, Streams], params: Any) -> tuple[tuple[jax.Array, Streams], Any]:
+            h_BSD, streams, _ = nnx.merge(graph, params)(*carry)
+            return (h_BSD, streams), h_BSD if keep_hidden else None
 
         layer = jax.checkpoint(layer, policy=echo_jax.remat_policy, prevent_cse=False)
-        (h_BSD, streams), _ = lax.scan(layer, (h_BSD, streams), params)
+        (h_BSD, streams), hidden = lax.scan(layer, (h_BSD, streams), params)
 
         forward = streams.forward
         stats = {} if forward is None else echo_jax.residual_stats(*lax.stop_gradient((h_BSD, forward)))
+        if keep_hidden:
+            stats["hidden"] = hidden
         if comm.settle:
             h_BSD, forward = echo_jax.flush(h_BSD, comm.axis_name, forward, comm.forward)
-        x_BSD, backward = block_input(self.final_norm, h_BSD, streams.backward, comm, "head_in")
-        logits = self.embed.attend(x_BSD) if self.config.tie_embeddings else self.head(x_BSD)
+        logits, backward = self._head(h_BSD, streams.backward)
         return logits, Streams(forward, backward), stats
+
+    def extend(
+        self, tokens_BS: jax.Array, last_B: jax.Array, cache: Cache, positions_B: jax.Array | None
+    ) -> tuple[jax.Array, Cache]:
+        """The forward pass of `prefill` (no positions) and `decode`: logits[B, V/n] after token last_B of each row."""
+        comm = self.config.comm
+        h_BSD = self.embed(tokens_BS)
+        forward = echo_jax.init_state(h_BSD, comm.axis_name, comm.forward)
+        graph, params = nnx.split(self.blocks)
+
+        # The whole cache is carried and written in place; as an input and an output of the scan it would be copied.
+        def layer(carry: Any, layer: Any) -> tuple[Any, None]:
+            h_BSD, streams, cache = carry
+            index, params = layer
+            return nnx.merge(graph, params)(h_BSD, streams, cache, CacheIndex(index, positions_B)), None
+
+        layers = jnp.arange(self.config.num_layers), params
+        (h_BSD, streams, cache), _ = lax.scan(layer, (h_BSD, Streams(forward, None), cache), layers)
+
+        h_B1D, forward = h_BSD[jnp.arange(len(last_B)), last_B][:, None], streams.forward
+        if comm.settle and forward is not None:
+            if forward.layout.scheme == "flat":  # groups across rows: settled as a whole
+                h_BSD, _ = echo_jax.flush(h_BSD, comm.axis_name, forward, comm.forward)
+                h_B1D = h_BSD[jnp.arange(len(last_B)), last_B][:, None]
+            else:
+                rows_B1 = (jnp.arange(len(last_B)) * h_BSD.shape[1] + last_B)[:, None]
+                h_B1D, _ = echo_jax.flush(h_B1D, comm.axis_name, forward, comm.forward, rows=rows_B1)
+        logits, _ = self._head(h_B1D, None)
+        return logits[:, 0], cache
+
+    def _head(self, h_BSD: jax.Array, backward: Any) -> tuple[jax.Array, Any]:
+        x_BSD, backward = block_input(self.final_norm, h_BSD, backward, self.config.comm, "head_in")
+        return self.embed.attend(x_BSD) if self.config.tie_embeddings else self.head(x_BSD), backward
 
 
 def block_input(
@@ -240,11 +360,16 @@ def block_input(
     return echo_jax.echo_psum_grad(norm(h_BSD), comm.axis_name, backward, comm.backward, name=name)
 
 
-def rotary(x_BSHC: jax.Array, positions_S: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (RoFormer, arXiv:2104.09864), halves paired as Qwen3 and Llama pair them."""
+def rotary(x_BSHC: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864), halves paired as Qwen3 and Llama pair them.
+
+    positions: int32[S], or int32[B, S] where rows differ.
+    """
     half = x_BSHC.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_S1C = positions_S[:, None, None].astype(jnp.float32) * frequency
+    frequency = theta ** (-np.arange(half) / half)
+    if scaling is not None:
+        frequency = scaling(frequency)
+    angle_S1C = positions[..., None, None].astype(jnp.float32) * frequency.astype(np.float32)
     cos, sin = jnp.cos(angle_S1C), jnp.sin(angle_S1C)
     first, second = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHC.dtype)
@@ -296,11 +421,47 @@ def init_streams(config: TransformerConfig, batch: int, sequence: int, mesh: Mes
 
 
 def apply(
-    config: TransformerConfig, params: Params, tokens_BS: jax.Array, streams: Streams
+    config: TransformerConfig, params: Params, tokens_BS: jax.Array, streams: Streams, *, keep_hidden: bool = False
 ) -> tuple[jax.Array, Streams, Stats]:
     """`Transformer` on one rank's shards of the parameters, inside shard_map."""
-    graph = nnx.split(_abstract_model(config, lax.axis_size(config.comm.axis_name)))[0]
-    return nnx.merge(graph, params)(tokens_BS, streams)
+    return _merge(config, params)(tokens_BS, streams, keep_hidden=keep_hidden)
+
+
+def prefill(
+    config: TransformerConfig, params: Params, tokens_BS: jax.Array, last_B: jax.Array, length: int
+) -> tuple[jax.Array, Cache]:
+    """Read prompts, inside shard_map over the tensor-parallel axis.
+
+    Args:
+      tokens_BS: int32, padded at the end to one length; what a row is padded with changes nothing before it.
+      last_B: int32, the index of each row's last token.
+      length: T, positions that the cache has room for, S and what will be decoded.
+
+    Returns:
+      (logits[B, V/n] after the last tokens, cache).
+    """
+    config = _forward_only(config, tokens_BS.size)
+    axis = config.comm.axis_name
+    kv_heads, _ = local_heads(config.num_heads, config.num_kv_heads, axis)
+    shape = (config.num_layers, len(tokens_BS), length, kv_heads, config.head_dim)
+    empty_LBTKC = lax.pcast(jnp.zeros(shape, config.dtype), axis, to="varying")
+    return _merge(config, params).extend(tokens_BS, last_B, Cache(empty_LBTKC, empty_LBTKC), None)
+
+
+def decode(
+    config: TransformerConfig, params: Params, tokens_B: jax.Array, positions_B: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """One token further: (logits[B, V/n] after tokens_B, which stand at positions_B; the cache with them written)."""
+    config = _forward_only(config, tokens_B.size)
+    return _merge(config, params).extend(tokens_B[:, None], jnp.zeros_like(tokens_B), cache, positions_B)
+
+
+def _forward_only(config: TransformerConfig, tokens: int) -> TransformerConfig:
+    """No backward stream; and no forward one where its sums, of this many tokens, stay exact anyway."""
+    comm = config.comm
+    algorithm = comm.forward.resolve(tokens * config.d_model, lax.axis_size(comm.axis_name))
+    forward = EXACT if algorithm == "exact" else comm.forward
+    return dataclasses.replace(config, comm=dataclasses.replace(comm, forward=forward, backward=EXACT))
 
 
 def mean_loss(
@@ -312,5 +473,11 @@ def mean_loss(
     return losses_BS.mean(), (streams, stats)
 
 
+def _merge(config: TransformerConfig, params: Params) -> Transformer:
+    """The model with this rank's shards of the parameters."""
+    return nnx.merge(nnx.split(_abstract_model(config, lax.axis_size(config.comm.axis_name)))[0], params)
+
+
+@functools.lru_cache(maxsize=32)
 def _abstract_model(config: TransformerConfig, ranks: int) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, ranks, rngs=nnx.Rngs(0)))

@@ -337,7 +337,7 @@ def _flush_rows(
         if y.shape != (*rows.shape, layout.shape[-1]):
             raise ValueError(f"y must be rows of x, {(*rows.shape, layout.shape[-1])}; found {tuple(y.shape)}")
         groups = layout.row_groups(rows)
-    y, state = _match_axes(y, state, axis_name)
+    y, state = _match_axes(y, lax.stop_gradient(state), axis_name)
     with jax.named_scope(f"{name}/{layout.scheme}{layout.group_size}"):
         residual = state.residual.reshape(-1, layout.group_size)  # its leading axis is 1 on each rank
         owed = stages.owed(residual[groups], CODECS[config.codec]).reshape(y.shape)

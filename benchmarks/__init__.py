@@ -1,0 +1,1 @@
+"""Measurements: each command prints a table, and JSON as its last line."""

@@ -1,6 +1,8 @@
 # Everything runs in .venv, made from PYTHON; nothing outside the checkout is touched.
 #
 #   make train        train the tiny preset, compare it with the 16-bit sum (ARGS="--steps 500" for other flags)
+#   make generate     text from SmolLM2 on three ranks (ARGS='--prompt "Why is the sky blue?"' for another prompt)
+#   make quality      what the codes do to SmolLM2's answers
 #   make test         all tests but the soak ones (ARGS="-k wire" to choose)
 #   make test-other   the quick tests on the other end of the supported Pythons: 3.11, or the newest there is
 #   make soak         the long ones
@@ -16,10 +18,16 @@ ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
-.PHONY: train test test-other soak lint format wheel docs clean
+.PHONY: train generate quality test test-other soak lint format wheel docs clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/python train.py --preset tiny --compare $(ARGS)
+
+generate: $(VENV)/models.stamp $(VENV)/smollm2.stamp
+	$(BIN)/python -m models.generate --tp 3 $(or $(ARGS),--prompt "Why does ice float on water?")
+
+quality: $(VENV)/benchmarks.stamp $(VENV)/smollm2.stamp
+	$(BIN)/python -m benchmarks.quality $(ARGS)
 
 test: $(VENV)/test.stamp $(VENV)/parity.stamp $(VENV)/smollm2.stamp
 	$(PYTEST) -n 2 $(ARGS)

@@ -6,8 +6,8 @@
 The library's own calls run on one device a rank (virtual CPU devices where there are no others), in float32, so that
 nothing but the codes differs. The exact model is computed in the same way with `lax.psum`. A configuration reads
 CODEC-GROUP-END: END is `plain` (no feedback), `dropped` (fed back, the last error dropped) or `settled` (fed back, and
-flushed above the last layer); `exact` is the exact model itself. GROUP is the largest group allowed: a row of 576 values
-takes groups of 64 where 128 are allowed.
+flushed above the last layer); `exact` is the exact model itself. GROUP is the largest group allowed: rows of 576 values
+take groups of 64 where 128 are allowed.
 
 Columns: bits, all bits that a bfloat16 program sends over the axis for these tokens (embedding and settling included),
 over the values that it would send in 16 bits; KL divergence from the exact model's next-token distribution in nats, its
@@ -117,7 +117,7 @@ def one_by_one(config: TransformerConfig, params: Any, tokens_BS: jax.Array, cou
 
 
 def compare(logits: jax.Array, exact: jax.Array, labels_BS: jax.Array) -> dict[str, jax.Array]:
-    """On one rank, of logits[B, S, V/n]: for every token KL(exact || logits), loss in nats, whether the top one flips."""
+    """On one rank, of logits[B, S, V/n]: each token's KL(exact || logits), its loss (nats), and if the top flips."""
     log_q, log_p = _log_softmax(logits), _log_softmax(exact)
     divergence = lax.psum((jnp.exp(log_p) * (log_p - log_q)).sum(-1), MODEL)
     local = labels_BS - lax.axis_index(MODEL) * logits.shape[-1]
@@ -161,8 +161,8 @@ class Benchmark:
         in_specs = (self._specs, P(), *in_specs)
         return jax.jit(jax.shard_map(one_rank, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs))
 
-    def row(self, name: str) -> tuple[dict[str, Any], list[float]]:
-        """(what the table says of a configuration, error of the residual stream above every layer)."""
+    def row(self, name: str) -> dict[str, Any]:
+        """What the table says of a configuration, and the residual stream's error above every layer."""
         config, began = self._config(name), time.perf_counter()
 
         def one_rank(
@@ -174,8 +174,8 @@ class Benchmark:
 
         measure = self._on_mesh(one_rank, P(), P(), _SHARDED, P())
         found, depth = jax.device_get(measure(self.model.params, self.tokens, self.labels, *self._exact))
-        row = {**self._summary(name, "prefill", found), "error": float(depth[-1])}
-        return {**row, "bits": self._prefill_bits(name), "seconds": time.perf_counter() - began}, depth.tolist()
+        row = {**self._summary(name, "prefill", found), "error": float(depth[-1]), "error_by_depth": depth.tolist()}
+        return {**row, "bits": self._prefill_bits(name), "seconds": time.perf_counter() - began}
 
     def decode_row(self, name: str) -> dict[str, Any]:
         """The same of the last tokens, decoded one by one."""
@@ -250,19 +250,18 @@ def main(args: Args) -> None:
     texts = {name: read_tokens(name, words, args.tokens) for name in args.text}
     model = weights.load(path, mesh, dtype=jnp.float32, param_dtype=jnp.float32)
 
-    rows, depths = [], {}
+    rows = []
     print(_line(HEADER), flush=True)
     for text, tokens in texts.items():
         benchmark = Benchmark(model, mesh, text, tokens, args.decode)
         for name in args.configs:
-            row, depths[text, name] = benchmark.row(name)
-            rows.append(row)
-            print(_line(_cells(row)), flush=True)
+            rows.append(benchmark.row(name))
+            print(_line(_cells(rows[-1])), flush=True)
         for name in args.configs if args.decode else ():
             rows.append(benchmark.decode_row(name))
             print(_line(_cells(rows[-1])), flush=True)
     if args.out is not None:
-        write(args.out, path, rows, depths)
+        write(args.out, path, rows)
     print(_json(rows))
 
 
@@ -317,7 +316,7 @@ def _json(rows: list[dict[str, Any]]) -> str:
     return json.dumps(json.loads(json.dumps(rows), parse_constant=lambda _: None))  # JSON has no NaN: null
 
 
-def write(out: Path, model: Path, rows: list[dict[str, Any]], depths: dict[tuple[str, str], list[float]]) -> None:
+def write(out: Path, model: Path, rows: list[dict[str, Any]]) -> None:
     """quality.md, quality.json and quality.png."""
     out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "benchmarks.quality", *sys.argv[1:]])
@@ -337,45 +336,41 @@ def write(out: Path, model: Path, rows: list[dict[str, Any]], depths: dict[tuple
     ]
     (out / "quality.md").write_text("\n".join(lines), encoding="utf-8")
     (out / "quality.json").write_text(_json(rows) + "\n", encoding="utf-8")
-    plot(rows, depths).savefig(out / "quality.png", dpi=100, bbox_inches="tight")
+    plot(rows).savefig(out / "quality.png", dpi=80, bbox_inches="tight")
 
 
-def plot(rows: list[dict[str, Any]], depths: dict[tuple[str, str], list[float]]) -> Any:
+def plot(rows: list[dict[str, Any]]) -> Any:
     """One row of axes a text: KL against bits, a line a code and end; error of the residual stream against depth."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    texts = list(dict.fromkeys(text for text, _ in depths))
-    figure, axes = pyplot.subplots(len(texts), 2, figsize=(12, 4.5 * len(texts)), squeeze=False)
+    rows = [row for row in rows if row["phase"] == "prefill" and row["config"] != "exact"]
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    colours = {code: f"C{n}" for n, code in enumerate(dict.fromkeys(row["config"].split("-")[0] for row in rows))}
+    figure, axes = pyplot.subplots(len(texts), 2, figsize=(14, 4 * len(texts)), squeeze=False)
     styles = {"plain": ":", "dropped": "--", "settled": "-"}
-    codes = list(dict.fromkeys(row["config"].split("-")[0] for row in rows if row["config"] != "exact"))
-    colours = {code: f"C{n}" for n, code in enumerate(codes)}
     for text, (by_bits, by_depth) in zip(texts, axes, strict=True):
         lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for row in rows:
-            if row["text"] == text and row["phase"] == "prefill" and row["config"] != "exact":
-                code, _, end = row["config"].split("-")
-                lines.setdefault((code, end), []).append((row["bits"], row["kl_mean"]))
+        for row in (row for row in rows if row["text"] == text):
+            code, group, end = row["config"].split("-")
+            lines.setdefault((code, end), []).append((row["bits"], row["kl_mean"]))
+            if end != "settled":  # it comes above the last layer: up to there it is the same as dropping
+                label = f"{code}-{group}, {'plain' if end == 'plain' else 'fed back'}"
+                width = 2.4 if int(group) < 64 else 1.2
+                error = row["error_by_depth"]
+                by_depth.plot(range(1, len(error) + 1), error, styles[end], color=colours[code], lw=width, label=label)
         for (code, end), points in lines.items():
             x, y = zip(*sorted(points), strict=True)
             by_bits.plot(x, y, styles[end], marker="o", color=colours[code], label=f"{code}, {end}")
         by_bits.set(title=f"{text}: divergence from the exact model", xlabel="bits a value", yscale="log")
         by_bits.set_ylabel("mean KL (nats)")
-        # Settling comes above the last layer: up to there it is the same as dropping.
-        for (found, name), error in depths.items():
-            if found == text and name != "exact" and not name.endswith("settled"):
-                code, group, end = name.split("-")
-                by_depth.plot(
-                    range(1, len(error) + 1), error, styles[end], color=colours[code], alpha=32 / int(group) / 2 + 0.5,
-                    label=f"{code}-{group}, {'plain' if end == 'plain' else 'fed back'}",
-                )  # fmt: skip
         by_depth.set(title=f"{text}: error of the residual stream", xlabel="layers", yscale="log")
         by_depth.set_ylabel("rms of the error / rms")
         for axis in (by_bits, by_depth):
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     return figure
 

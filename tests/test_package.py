@@ -16,7 +16,7 @@ import echo_jax
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each may import those below it, never those above.
-LEVELS = ("train", "models", "echo_jax", "pallas_kernels")
+LEVELS = ("benchmarks", "train", "models", "echo_jax", "pallas_kernels")
 
 pytestmark = pytest.mark.quick
 
@@ -67,7 +67,7 @@ def test_metadata_names_version_licence_python_and_extras(metadata: Message) -> 
     assert metadata["Version"] == echo_jax.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert {"train", "test", "docs", "cuda"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"models", "train", "benchmarks", "test", "docs", "cuda"} <= set(metadata.get_all("Provides-Extra", []))
 
 
 def test_imports_point_one_way() -> None:

@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -69,6 +71,7 @@ _GGUF_LAYER_NAMES = {
     "mlp.down_proj.weight": "ffn_down.weight",
 }
 _FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}  # architecture: model_type, also GGUF's name
+_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # types of values
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 
 
@@ -117,6 +120,8 @@ def load(
     except ValueError as error:
         raise ValueError(f"{source.where} does not divide over the mesh: {error}") from error
 
+    if config.num_layers > len(source.names()):  # before anything is made for each of a billion layers
+        raise ValueError(f"{source.where} has {len(source.names())} tensors, too few for {config.num_layers} layers")
     leaves = _leaves(config, ranks)
     _check_tensors(source, config, leaves)
     params: Params = {}
@@ -140,8 +145,10 @@ def save(path: Path, model: Model, *, max_file_bytes: int = 5_000_000_000) -> No
       max_file_bytes: larger models get several files and an index.
 
     Raises:
-      FileExistsError: the folder holds something. ValueError: low-rank updates that are not merged.
+      FileExistsError: the folder holds something, or a save that failed has left its part beside it, in `path`.partial.
+      ValueError: low-rank updates that are not merged.
     """
+    path = path.resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"path must be a folder that is empty or does not exist, found {path}")
     if model.config.lora_rank:
@@ -267,20 +274,32 @@ def _read_leaf(source: _Source, leaf: _Leaf, mesh: Mesh, dtype: Any, tied: bool)
             raise ValueError(
                 f"{source.file(twin)}: tensor {twin} must equal {name}, as the config has tie_word_embeddings"
             )
-        return np.ascontiguousarray(tensor.T if leaf.transposed else tensor).astype(dtype, copy=False)
+        return np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
 
     def array(name: str) -> jax.Array:
-        return jax.make_array_from_callback(shape, sharding, functools.partial(read, name))
+        slices: dict[str, np.ndarray] = {}  # devices that hold the same one ask for it one after the other
+
+        def once(index: Index | None) -> np.ndarray:
+            if str(index) not in slices:
+                slices[str(index)] = read(name, index)
+            return slices[str(index)]
+
+        # Ready, so that the next call of JAX lets go of the slices.
+        return jax.make_array_from_callback(shape, sharding, once).block_until_ready()
 
     if not leaf.stacked:
         return array(leaf.names[0])
-    stack = jax.jit(
-        lambda: jnp.zeros(leaf.shape, dtype), out_shardings=NamedSharding(mesh, leaf.spec)
-    )()  # filled in place, so that no more than one layer's tensor is there twice
+    # Filled in place, so that no more than one layer's tensor is there twice.
+    stack = _zeros(leaf.shape, dtype, NamedSharding(mesh, leaf.spec))()
     for layer, name in enumerate(leaf.names):
         stack = _set_layer(stack, array(name), layer)
         stack.block_until_ready()
     return stack
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -332,25 +351,15 @@ def _file_name(number: int, count: int) -> str:
 
 def read_config(path: Path) -> tuple[TransformerConfig, dict[str, Any]]:
     """(config, all that config.json says). Raises as `load`."""
-    try:
-        published = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} must be JSON: {error}") from error
-    if not isinstance(published, dict):
-        raise ValueError(f"{path} must hold a JSON object, found {type(published).__name__}")
-    architectures = published.get("architectures") or []
-    family = next((_FAMILIES[name] for name in architectures if name in _FAMILIES), None)
+    published = _read_json(path)
+    architectures = published.get("architectures")
+    family = next((kind for name, kind in _FAMILIES.items() if architectures == [name]), None)
     if family is None:
-        raise ValueError(f"{path}: architectures must hold one of {', '.join(_FAMILIES)}; found {architectures}")
-
-    def field(name: str, default: Any = None, kind: type | tuple[type, ...] = int) -> Any:
-        value = published.get(name)
-        value = default if value is None else value
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise ValueError(f"{path}: {name} must be {kind}, found {value!r}")
-        return value
+        raise ValueError(f"{path}: architectures must be one of {', '.join(_FAMILIES)}; found {architectures}")
 
     for name, allowed in (
+        ("model_type", family),
+        ("quantization_config", None),
         ("hidden_act", "silu"),
         ("attention_bias", False),
         ("mlp_bias", False),
@@ -358,47 +367,85 @@ def read_config(path: Path) -> tuple[TransformerConfig, dict[str, Any]]:
     ):
         if published.get(name) not in (None, allowed):
             raise ValueError(f"{path}: {name} must be {allowed!r}, found {published[name]!r}")
-    heads = field("num_attention_heads")
+    kinds = published.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"{path}: layer_types must all be 'full_attention', found {kinds}")
+
+    def field(name: str, default: Any = None, kind: type = int) -> Any:
+        value = published.get(name)
+        return _positive(path, name, default if value is None else value, kind)
+
+    tied = published.get("tie_word_embeddings") or False
+    if not isinstance(tied, bool):
+        raise ValueError(f"{path}: tie_word_embeddings must be true or false, found {tied!r}")
+    heads, d_model = field("num_attention_heads"), field("hidden_size")
     theta, scaling = _rope(path, published)
+    return _config(
+        path,
+        vocab_size=field("vocab_size"),
+        d_model=d_model,
+        num_layers=field("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=field("num_key_value_heads", heads),
+        head_dim=field("head_dim", 128 if family == "qwen3" else d_model // heads),
+        d_ff=field("intermediate_size"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=field("rms_norm_eps", 1e-6, float),
+        qk_norm=family == "qwen3",
+        tie_embeddings=tied,
+    ), published
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = TransformerConfig(
-            vocab_size=field("vocab_size"),
-            d_model=field("hidden_size"),
-            num_layers=field("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=field("num_key_value_heads", heads),
-            head_dim=field("head_dim", 128 if family == "qwen3" else field("hidden_size") // heads),
-            d_ff=field("intermediate_size"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=field("rms_norm_eps", 1e-6, float),
-            qk_norm=family == "qwen3",
-            tie_embeddings=field("tie_word_embeddings", False, bool),
-        )
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _positive(where: Path, name: str, value: Any, kind: type = float) -> Any:
+    """A number of a checkpoint: a count (int), or a float, which may be written as one."""
+    limit = 2**31 if kind is int else 1e300  # an int beyond it may not become a float
+    if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value < limit:
+        raise ValueError(f"{where}: {name} must be a positive {kind.__name__}, found {value!r}")
+    return kind(value)
+
+
+def _config(where: Path, **fields: Any) -> TransformerConfig:
+    try:
+        return TransformerConfig(**fields)
     except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
-    return config, published
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _rope(path: Path, published: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Before transformers 5 rope_theta and rope_scaling stood apart."""
-    rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
+    rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{path}: rope_parameters must be one object for all layers, found {rope}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", published.get("rope_theta", 10_000.0))
     if kind not in ("default", "llama3"):
         raise ValueError(f"{path}: rope_type must be 'default' or 'llama3', found {kind!r}")
+    rotated = rope.get("partial_rotary_factor", published.get("partial_rotary_factor"))
+    if rotated not in (None, 1.0):
+        raise ValueError(f"{path}: partial_rotary_factor must be 1.0, found {rotated!r}")
+    theta = _positive(path, "rope_theta", rope.get("rope_theta", published.get("rope_theta", 10_000.0)))
     if kind == "default":
-        return float(theta), None
-    try:
-        scaling = RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"{path}: rope_type 'llama3' needs {error}") from error
-    return float(theta), scaling
+        return theta, None
+    field = lambda name, kind=float: _positive(path, name, rope.get(name), kind)  # noqa: E731
+    scaling = RopeScaling(
+        field("factor"),
+        field("low_freq_factor"),
+        field("high_freq_factor"),
+        field("original_max_position_embeddings", int),
+    )
+    if scaling.low >= scaling.high:
+        raise ValueError(f"{path}: low_freq_factor must be below high_freq_factor, found {scaling.low}")
+    return theta, scaling
 
 
 def _published(config: TransformerConfig, before: dict[str, Any]) -> dict[str, Any]:
@@ -417,6 +464,7 @@ def _published(config: TransformerConfig, before: dict[str, Any]) -> dict[str, A
         rope_fields: dict[str, Any] = {"rope_parameters": {**rope, "rope_theta": config.rope_theta}}
     else:
         rope_fields = {"rope_theta": config.rope_theta, "rope_scaling": rope if scaling is not None else None}
+    dtype = jnp.dtype(config.param_dtype).name
     return {
         "architectures": [next(name for name, kind in _FAMILIES.items() if kind == family)],
         "model_type": family,
@@ -431,7 +479,8 @@ def _published(config: TransformerConfig, before: dict[str, Any]) -> dict[str, A
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
-        "dtype": jnp.dtype(config.param_dtype).name,
+        "dtype": dtype,
+        **({"torch_dtype": dtype} if "torch_dtype" in before else {}),
         **rope_fields,
     }
 
@@ -466,8 +515,8 @@ class _Folder:
         self.config, self.published = read_config(path / "config.json")
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        index = path / "model.safetensors.index.json"
-        for file in self._indexed(index) if index.is_file() else sorted(path.glob("*.safetensors")):
+        weight_map = _weight_map(path)
+        for file in sorted({path / name for name in weight_map.values()}) or [path / "model.safetensors"]:
             try:
                 self._open[file] = safe_open(file, framework="np")
             except SafetensorError as error:
@@ -476,31 +525,11 @@ class _Folder:
                 if name in self._file_of:
                     raise ValueError(f"{file} has the tensor {name}, and so has {self._file_of[name]}")
                 self._file_of[name] = file
-        if not self._open:
-            raise FileNotFoundError(f"{path} must hold model.safetensors or model.safetensors.index.json")
-        if index.is_file():
-            self._check_index(index)
+        for name, file in weight_map.items():
+            if self._file_of.get(name) != path / file:
+                raise ValueError(f"{path / file} lacks the tensor {name}, which the index says it has")
         # Buffers that old versions of transformers saved: constants.
         self._names = frozenset(name for name in self._file_of if not name.endswith("rotary_emb.inv_freq"))
-
-    def _weight_map(self, index: Path) -> dict[str, str]:
-        try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{index} must be JSON with a weight_map of tensor names to files: {error!r}") from error
-
-    def _indexed(self, index: Path) -> list[Path]:
-        files = []
-        for name in sorted(set(self._weight_map(index).values())):
-            if Path(name).name != name or not (index.parent / name).is_file():
-                raise FileNotFoundError(f"{index} names {name!r}, which is not a file beside it")
-            files.append(index.parent / name)
-        return files
-
-    def _check_index(self, index: Path) -> None:
-        for name, file in self._weight_map(index).items():
-            if self._file_of.get(name) != index.parent / file:
-                raise ValueError(f"{index.parent / file} lacks the tensor {name}, which {index.name} says it has")
 
     def names(self) -> frozenset[str]:
         return self._names
@@ -529,92 +558,178 @@ class _Folder:
         return self._slice(name)[index]
 
 
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file that the index says a tensor is in; empty for one file, which transformers prefers to an index too."""
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").is_file():
+        return {}
+    if not index.is_file():
+        raise FileNotFoundError(f"{path} must hold model.safetensors or {index.name}")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map must be an object of tensor names and files, found {weight_map!r}")
+    beside = [file.name for file in path.glob("*.safetensors") if file.is_file()]
+    for name in weight_map.values():
+        if name not in beside:
+            raise FileNotFoundError(f"{index} names {name!r}, which is not a safetensors file beside it")
+    return weight_map
+
+
+class _GgufTensor(NamedTuple):
+    kind: Any  # gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    rows: np.ndarray  # uint8, the file's own: a row of values each
+
+
+class _GgufFile:
+    """Fields and tensors of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+    The gguf package's own reader makes an array of every token and every merge, seconds of work, and of as many as a
+    wrong count says. Here arrays are passed over, as None. Whatever is raised, the file is not whole.
+    """
+
+    def __init__(self, path: Path):
+        import gguf  # needed for these files only
+
+        self._data, self._at = np.asarray(np.memmap(path, np.uint8, "r")), 0
+        magic, version, tensors, fields = self._take("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"it starts with {magic} and version {version}")
+        self.fields = {self._text(): self._value(*self._take("I")) for _ in range(fields)}
+        heads = [(self._text(), self._take(f"{self._take('I')[0]}Q"), *self._take("IQ")) for _ in range(tensors)]
+        alignment = self.fields.get("general.alignment", 32)
+        start = end = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, _GgufTensor] = {}
+        for name, sizes, kind, offset in heads:
+            kind = gguf.GGMLQuantizationType(kind)
+            block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+            shape = sizes[::-1]
+            if name in self.tensors or start + offset != end or sizes[0] % block:
+                raise ValueError(f"tensor {name}, {kind.name}{list(shape)}, at {start + offset}; expected at {end}")
+            used = math.prod(shape) // block * nbytes
+            rows = self._data[end : end + used].reshape(*shape[:-1], sizes[0] // block * nbytes)
+            self.tensors[name] = _GgufTensor(kind, shape, rows)
+            end += -(-used // alignment) * alignment
+        if len(self._data) > end:
+            raise ValueError(f"it goes on after its last tensor, which ends at {end}")
+
+    def _take(self, layout: str) -> tuple[Any, ...]:
+        layout = "<" + layout
+        values = struct.unpack_from(layout, self._data.data, self._at)
+        self._at += struct.calcsize(layout)
+        return values
+
+    def _text(self) -> str:
+        return self._take(f"{self._take('Q')[0]}s")[0].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind in _GGUF_NUMBERS:
+            return self._take(_GGUF_NUMBERS[kind])[0]
+        if kind == 8:
+            return self._text()
+        if kind != 9:
+            raise ValueError(f"a field of type {kind}")
+        kind, count = self._take("IQ")
+        if kind in _GGUF_NUMBERS:
+            self._at += count * struct.calcsize(_GGUF_NUMBERS[kind])
+        else:
+            for _ in range(count):
+                self._value(kind)
+        return None
+
+
 class _Gguf:
     """A GGUF file of llama.cpp's, dequantised."""
 
     def __init__(self, path: Path):
-        import gguf  # needed for these files only
+        import gguf
 
         if not path.is_file():
             raise FileNotFoundError(f"path must be a checkpoint's folder or a .gguf file, found {path}")
         self.where = path
         try:
-            reader = gguf.GGUFReader(path)
-        except Exception as error:  # it raises whatever a wrong byte leads to
+            file = _GgufFile(path)
+        except Exception as error:  # whatever a wrong byte leads to
             raise ValueError(f"{path} is not a whole GGUF file: {error!r}") from error
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        fields, self._tensors = file.fields, file.tensors
         self._sizes = gguf.GGML_QUANT_SIZES
         self._dequantize: Callable[..., np.ndarray] = gguf.quants.dequantize
-        fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
-        self.config = self._config(fields)
+        self.config, context = self._read_fields(fields)
         self._called = self._translate()
+        ids = {key: fields.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
         self.published = {
-            "max_position_embeddings": int(self._field(fields, "context_length")),
-            **{
-                key: int(reader.fields[f"tokenizer.ggml.{key}"].contents())
-                for key in ("bos_token_id", "eos_token_id")
-                if f"tokenizer.ggml.{key}" in reader.fields
-            },
+            "max_position_embeddings": context,
+            **{key: value for key, value in ids.items() if value is not None},
         }
 
-    def _field(self, fields: dict[str, Any], name: str, default: Any = None) -> Any:
-        value = fields.get(f"{fields['general.architecture']}.{name}", default)
-        if value is None or isinstance(value, list):
-            raise ValueError(f"{self.where} must have the field {fields['general.architecture']}.{name}, found {value}")
-        return value
-
-    def _config(self, fields: dict[str, Any]) -> TransformerConfig:
+    def _read_fields(self, fields: dict[str, Any]) -> tuple[TransformerConfig, int]:
+        """(config, positions that the model was trained on)."""
         family = fields.get("general.architecture")
         if family not in _FAMILIES.values():
             allowed = ", ".join(_FAMILIES.values())
             raise ValueError(f"{self.where}: general.architecture must be one of {allowed}; found {family!r}")
-        field = functools.partial(self._field, fields)
-        if (kind := field("rope.scaling.type", "none")) != "none":
-            raise ValueError(f"{self.where}: {family}.rope.scaling.type must be 'none', found {kind!r}")
-        if "token_embd.weight" not in self._tensors:
-            raise ValueError(f"{self.where} lacks the tensor token_embd.weight")
-        heads, d_model = int(field("attention.head_count")), int(field("embedding_length"))
-        head_dim = int(field("attention.key_length", field("rope.dimension_count", d_model // heads)))
-        theta = float(field("rope.freq_base", 10_000.0))
-        try:
-            return TransformerConfig(
-                vocab_size=int(self._tensors["token_embd.weight"].shape[-1]),
-                d_model=d_model,
-                num_layers=int(field("block_count")),
-                num_heads=heads,
-                num_kv_heads=int(field("attention.head_count_kv", heads)),
-                head_dim=head_dim,
-                d_ff=int(field("feed_forward_length")),
-                rope_theta=theta,
-                rope_scaling=self._rope_scaling(theta, head_dim),
-                # Stored as float32, of a number with few digits.
-                norm_eps=float(str(np.float32(field("attention.layer_norm_rms_epsilon")))),
-                qk_norm=family == "qwen3",
-                tie_embeddings="output.weight" not in self._tensors,
-            )
-        except ValueError as error:
-            raise ValueError(str(error) if str(self.where) in str(error) else f"{self.where}: {error}") from error
+
+        def field(name: str, default: Any = None, kind: type = int) -> Any:
+            name = f"{family}.{name}"
+            return _positive(self.where, name, fields.get(name, default), kind)
+
+        heads, d_model = field("attention.head_count"), field("embedding_length")
+        head_dim = field("attention.key_length", d_model // heads)
+        for name, allowed in (
+            ("attention.value_length", head_dim),
+            ("attention.sliding_window", 0),
+            ("rope.dimension_count", head_dim),
+            ("rope.scaling.type", "none"),
+            ("rope.scaling.factor", 1.0),  # without a type it is a linear one
+            ("rope.scale_linear", 1.0),
+        ):
+            if (found := fields.get(f"{family}.{name}", allowed)) != allowed:
+                raise ValueError(f"{self.where}: {family}.{name} must be {allowed!r}, found {found!r}")
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError(f"{self.where} must have the tensor token_embd.weight, a matrix")
+        theta = field("rope.freq_base", 10_000.0, float)
+        config = _config(
+            self.where,
+            vocab_size=_positive(self.where, "the number of rows of token_embd.weight", embedding.shape[0], int),
+            d_model=d_model,
+            num_layers=field("block_count"),
+            num_heads=heads,
+            num_kv_heads=field("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            d_ff=field("feed_forward_length"),
+            rope_theta=theta,
+            rope_scaling=self._rope_scaling(theta, head_dim),
+            # Stored as float32, of a number with few digits.
+            norm_eps=float(str(np.float32(field("attention.layer_norm_rms_epsilon", kind=float)))),
+            qk_norm=family == "qwen3",
+            tie_embeddings="output.weight" not in self._tensors,
+        )
+        return config, field("context_length")
 
     def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
         """Llama 3's scaling is stored as what each frequency is divided by, not as the numbers that it follows from."""
         tensor = self._tensors.pop("rope_freqs.weight", None)
         if tensor is None:
             return None
-        divisors = np.asarray(tensor.data, np.float32).reshape(-1)
-        scaling = RopeScaling(float(divisors.max()))  # the other numbers are the same in all published models
         frequency = theta ** (-np.arange(head_dim // 2) / (head_dim // 2))
-        wanted = frequency / scaling(frequency)
-        if divisors.shape != wanted.shape or not np.allclose(divisors, wanted, rtol=1e-4):
-            raise ValueError(f"{self.where}: tensor rope_freqs.weight must be Llama 3's scaling {scaling}, is another")
-        return scaling
+        divisors = tensor.rows.reshape(-1).view(np.float32) if tensor.kind.name == "F32" else np.empty(0)
+        if divisors.shape == frequency.shape and np.isfinite(divisors).all() and divisors.min() > 0:
+            scaling = RopeScaling(float(divisors.max()))  # the other numbers are the same in all published models
+            if np.allclose(divisors, frequency / scaling(frequency), rtol=1e-4):
+                return scaling
+        raise ValueError(f"{self.where}: tensor rope_freqs.weight must be the scaling of Llama 3.1, is another")
 
     def _translate(self) -> dict[str, str]:
         """Hugging Face names -> GGUF's; a tensor that is not known keeps its own."""
-        known = {gguf: name for name, gguf in _GGUF_MODEL_NAMES.items()}
-        for layer in range(self.config.num_layers):
-            for name, gguf in _GGUF_LAYER_NAMES.items():
-                known[f"blk.{layer}.{gguf}"] = f"model.layers.{layer}.{name}"
-        return {known.get(name, name): name for name in self._tensors}
+        of_model = {gguf: name for name, gguf in _GGUF_MODEL_NAMES.items()}
+        of_layer = {gguf: name for name, gguf in _GGUF_LAYER_NAMES.items()}
+        called = {}
+        for name in self._tensors:
+            layer, _, rest = name.removeprefix("blk.").partition(".")
+            known = name.startswith("blk.") and rest in of_layer
+            called[f"model.layers.{layer}.{of_layer[rest]}" if known else of_model.get(name, name)] = name
+        return called
 
     def names(self) -> frozenset[str]:
         return frozenset(self._called)
@@ -628,30 +743,31 @@ class _Gguf:
     def file(self, name: str) -> Path:
         return self.where
 
-    def _tensor(self, name: str) -> Any:
+    def _tensor(self, name: str) -> _GgufTensor:
         return self._tensors[self._called[name]]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensor(name).shape))
+        return self._tensor(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        return _FLOATS.get(self._tensor(name).tensor_type.name, np.dtype(np.float32))
+        tensor = self._tensor(name)
+        try:
+            self._dequantize(tensor.rows.reshape(-1)[: self._sizes[tensor.kind][1]], tensor.kind)
+        except NotImplementedError as error:
+            raise ValueError(f"{self.where}: tensor {self.called(name)}: {error}") from error
+        return _FLOATS.get(tensor.kind.name, np.dtype(np.float32))
 
     def read(self, name: str, index: Index) -> np.ndarray:
         tensor = self._tensor(name)
-        data, columns = tensor.data, index[-1]
-        if len(index) == 2:
-            data = data[index[0]]
-        # Whole blocks of columns, as bytes (or as values, where blocks are single ones).
-        block, nbytes = self._sizes[tensor.tensor_type]
-        first, last, _ = columns.indices(self.shape(name)[-1])
+        rows = tensor.rows[index[0]] if len(index) == 2 else tensor.rows
+        # Whole blocks of columns.
+        block, nbytes = self._sizes[tensor.kind]
+        first, last, _ = index[-1].indices(tensor.shape[-1])
         first_block, last_block = first // block, -(-last // block)
-        per_block = nbytes // data.dtype.itemsize
-        data = data[..., first_block * per_block : last_block * per_block]
-        values = self._dequantize(data, tensor.tensor_type)
+        values = self._dequantize(rows[..., first_block * nbytes : last_block * nbytes], tensor.kind)
         values = values[..., first - first_block * block : last - first_block * block]
         if not self.config.qk_norm and name.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp pairs neighbours in a head of the Llama family, (2, C/2) transposed. Slices hold whole heads.
             pairs = values.reshape(-1, self.config.head_dim // 2, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        return values.astype(self.dtype(name), copy=False)
+        return values.astype(_FLOATS.get(tensor.kind.name, np.float32), copy=False)

@@ -247,7 +247,7 @@ def main(args: Args) -> None:
     for row, stream in enumerate(streams):
         texts[row] += _show(stream.flush(), len(prompts) == 1)
     if len(prompts) == 1:
-        print()
+        print(flush=True)
     else:
         for prompt, text in zip(args.prompt, texts, strict=True):
             print(f"=== {prompt}\n{text}\n")

@@ -18,6 +18,8 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from models.gguf_file import read_fields
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
@@ -115,9 +117,9 @@ def load(path: Path) -> Tokenizer:
     """
     if path.is_dir():
         return _from_folder(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf":
         return _from_gguf(path)
-    raise FileNotFoundError(f"path must be an existing folder or .gguf file, found {path}")
+    raise FileNotFoundError(f"path must be a checkpoint's folder or a .gguf file, found {path}")
 
 
 # --- Hugging Face layout ----------------------------------------------------------------------------------------------
@@ -231,13 +233,8 @@ _ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<
 
 
 def _from_gguf(path: Path) -> Tokenizer:
+    found = read_fields(path, "tokenizer.", arrays=True)
     import gguf  # slow to import, and only needed here
-
-    try:
-        fields = gguf.GGUFReader(path).fields
-        found = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-    except Exception as error:  # the library raises whatever it stumbles over
-        raise ValueError(f"{path} must be a whole GGUF file: {error}") from error
 
     _one_of(found, "tokenizer.ggml.model", ("gpt2",), path)  # byte-level BPE; others need their own scores
     pre = _one_of(found, "tokenizer.ggml.pre", tuple(_PRE_TOKENIZERS), path)

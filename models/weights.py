@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +27,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from models import transformer
+from models.gguf_file import open_gguf, read_fields
 from models.transformer import Communication, Params, RopeScaling, TransformerConfig
 
 Index = tuple[slice, ...]
@@ -71,7 +70,6 @@ _GGUF_LAYER_NAMES = {
     "mlp.down_proj.weight": "ffn_down.weight",
 }
 _FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}  # architecture: model_type, also GGUF's name
-_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # types of values
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 
 
@@ -581,77 +579,16 @@ class _GgufTensor(NamedTuple):
     rows: np.ndarray  # uint8, the file's own: a row of values each
 
 
-class _GgufFile:
-    """Fields and tensors of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-
-    The gguf package's own reader makes an array of every token and every merge, seconds of work, and of as many as a
-    wrong count says. Here arrays are passed over, as None. Whatever is raised, the file is not whole.
-    """
-
-    def __init__(self, path: Path):
-        import gguf  # needed for these files only
-
-        self._data, self._at = np.asarray(np.memmap(path, np.uint8, "r")), 0
-        magic, version, tensors, fields = self._take("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it starts with {magic} and version {version}")
-        self.fields = {self._text(): self._value(*self._take("I")) for _ in range(fields)}
-        heads = [(self._text(), self._take(f"{self._take('I')[0]}Q"), *self._take("IQ")) for _ in range(tensors)]
-        alignment = self.fields.get("general.alignment", 32)
-        start = end = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, _GgufTensor] = {}
-        for name, sizes, kind, offset in heads:
-            kind = gguf.GGMLQuantizationType(kind)
-            block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-            shape = sizes[::-1]
-            if name in self.tensors or start + offset != end or sizes[0] % block:
-                raise ValueError(f"tensor {name}, {kind.name}{list(shape)}, at {start + offset}; expected at {end}")
-            used = math.prod(shape) // block * nbytes
-            rows = self._data[end : end + used].reshape(*shape[:-1], sizes[0] // block * nbytes)
-            self.tensors[name] = _GgufTensor(kind, shape, rows)
-            end += -(-used // alignment) * alignment
-        if len(self._data) > end:
-            raise ValueError(f"it goes on after its last tensor, which ends at {end}")
-
-    def _take(self, layout: str) -> tuple[Any, ...]:
-        layout = "<" + layout
-        values = struct.unpack_from(layout, self._data.data, self._at)
-        self._at += struct.calcsize(layout)
-        return values
-
-    def _text(self) -> str:
-        return self._take(f"{self._take('Q')[0]}s")[0].decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind in _GGUF_NUMBERS:
-            return self._take(_GGUF_NUMBERS[kind])[0]
-        if kind == 8:
-            return self._text()
-        if kind != 9:
-            raise ValueError(f"a field of type {kind}")
-        kind, count = self._take("IQ")
-        if kind in _GGUF_NUMBERS:
-            self._at += count * struct.calcsize(_GGUF_NUMBERS[kind])
-        else:
-            for _ in range(count):
-                self._value(kind)
-        return None
-
-
 class _Gguf:
     """A GGUF file of llama.cpp's, dequantised."""
 
     def __init__(self, path: Path):
-        import gguf
+        reader = open_gguf(path)
+        import gguf  # needed for these files only
 
-        if not path.is_file():
-            raise FileNotFoundError(f"path must be a checkpoint's folder or a .gguf file, found {path}")
         self.where = path
-        try:
-            file = _GgufFile(path)
-        except Exception as error:  # whatever a wrong byte leads to
-            raise ValueError(f"{path} is not a whole GGUF file: {error!r}") from error
-        fields, self._tensors = file.fields, file.tensors
+        self._tensors = self._checked_tensors(reader)
+        fields = read_fields(path)
         self._sizes = gguf.GGML_QUANT_SIZES
         self._dequantize: Callable[..., np.ndarray] = gguf.quants.dequantize
         self.config, context = self._read_fields(fields)
@@ -661,6 +598,24 @@ class _Gguf:
             "max_position_embeddings": context,
             **{key: value for key, value in ids.items() if value is not None},
         }
+
+    def _checked_tensors(self, reader: Any) -> dict[str, _GgufTensor]:
+        """Tensors by their names in the file, in which they must stand one after the other, and nothing else."""
+        if reader.byte_order != "I":
+            raise ValueError(f"{self.where} must be in this machine's order of bytes, found the other one")
+        tensors, end = {}, reader.data_offset
+        for tensor in reader.tensors:
+            if tensor.data_offset != end:
+                raise ValueError(
+                    f"{self.where} is not a whole GGUF file: tensor {tensor.name} is at byte {tensor.data_offset}, "
+                    f"expected at {end}"
+                )
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            tensors[tensor.name] = _GgufTensor(tensor.tensor_type, shape, tensor.data.view(np.uint8))
+            end += -(-tensor.n_bytes // reader.alignment) * reader.alignment
+        if len(reader.data) > end:
+            raise ValueError(f"{self.where} is not a whole GGUF file: it goes on after its last tensor, at byte {end}")
+        return tensors
 
     def _read_fields(self, fields: dict[str, Any]) -> tuple[TransformerConfig, int]:
         """(config, positions that the model was trained on)."""

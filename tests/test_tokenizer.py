@@ -523,14 +523,16 @@ def test_a_gguf_file_cut_short_anywhere_is_named(tmp_path: Path):
     whole = path.read_bytes()
     for kept in (*range(8), *range(8, len(whole), 97), len(whole) - 1):
         path.write_bytes(whole[:kept])
-        with pytest.raises(ValueError, match=f"{path} must be a whole GGUF file"):
+        with pytest.raises(ValueError, match=f"{path} is not a whole GGUF file"):
             tok.load(path)
 
 
 def test_a_path_that_is_neither_layout_is_named(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(b"")
     for path in (tmp_path / "none", tmp_path / "none.gguf", tmp_path / "a.bin"):
-        with pytest.raises(FileNotFoundError, match=f"path must be an existing folder or .gguf file, found {path}"):
+        with pytest.raises(
+            FileNotFoundError, match=f"path must be a checkpoint's folder or a .gguf file, found {path}"
+        ):
             tok.load(path)
     with pytest.raises(FileNotFoundError, match=f"found no {tmp_path / 'tokenizer.json'}"):
         tok.load(tmp_path)

@@ -745,7 +745,7 @@ def test_a_gguf_file_cut_anywhere_is_named(tmp_path: Path, written_tensors: Any)
             load(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(
-        ValueError, match=f"{path} is not a whole GGUF file: .* after its last tensor.* at {len(whole)}"
+        ValueError, match=f"{path} is not a whole GGUF file: .* after its last tensor.* byte {len(whole)}"
     ):
         load(path)
 
@@ -754,10 +754,10 @@ def test_a_gguf_file_cut_anywhere_is_named(tmp_path: Path, written_tensors: Any)
     ("tensor", "part", "value", "message"),
     [
         (3, 5, 0, "tensor .* expected at"),  # its offset: over the first one
-        (3, 5, 2**20, "tensor .* expected at"),
+        (3, 5, 2**20, "it ends before byte"),
         (-1, 4, gguf.GGMLQuantizationType.F16, "goes on after its last tensor"),  # its type: of half the size
-        (3, 4, 1000, "1000 is not a valid GGMLQuantizationType"),
-        (3, 2, 2**32 - 1, "requires a buffer of at least"),  # its number of dimensions
+        (3, 4, 1000, r"1000\)? is not a valid GGMLQuantizationType"),
+        (3, 2, 2**32 - 1, "it ends before byte"),  # its number of dimensions
     ],
 )
 def test_gguf_tensors_that_overlap_or_leave_gaps_are_named(
@@ -775,7 +775,7 @@ def test_a_gguf_file_of_the_other_order_of_bytes_is_named(tmp_path: Path, writte
     tensors = {name: values.byteswap() for name, values in written_tensors(LLAMA).items()}
     other = gguf.GGUFEndian.BIG if sys.byteorder == "little" else gguf.GGUFEndian.LITTLE
     path = write_gguf(tmp_path / "model.gguf", gguf_fields(LLAMA), tensors, endianess=other)
-    with pytest.raises(ValueError, match=f"{path} is not a whole GGUF file: .* version 50331648"):
+    with pytest.raises(ValueError, match=f"{path} must be in this machine's order of bytes"):
         load(path)
 
 

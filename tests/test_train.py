@@ -24,11 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers import assert_same_bits
+import tokenizers
+from helpers import ROUNDING, assert_same_bits, mesh_of
 from tensorboardX.proto.event_pb2 import Event
 
 import train
 from echo_jax import wire
+from models import tokenizer, transformer, weights
+from models.transformer import TransformerConfig
+from models.weights import Model
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
@@ -435,6 +439,112 @@ def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_bits(lab: Lab,
     assert event_rows(workdir) == sorted((step, name) for step, name, _ in metric_rows(workdir))
 
 
+# --- published checkpoints --------------------------------------------------------------------------------------------
+
+
+def published(lab: Lab) -> Path:
+    """A small random checkpoint in the Hugging Face layout, in bfloat16, whose tokens are the text's words."""
+
+    def make(folder: Path) -> None:
+        words = ["to", "be", "or", "not", "that", "is", "the", "question", "?", "<end>"]
+        encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "?"))
+        encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        config = TransformerConfig(
+            vocab_size=12, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96,
+            param_dtype=jnp.bfloat16,
+        )  # fmt: skip
+        params = transformer.init_params(config, jax.random.key(0), mesh_of(data=1, model=1))
+        weights.save(folder / "model", Model(config, params, {}))
+        encoder.save(str(folder / "model" / "tokenizer.json"))
+        (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+
+    return lab.once("published", make) / "model"
+
+
+def tuning(lab: Lab) -> list[str]:
+    return ["--model", str(published(lab)), "--mesh", "data=2,model=2"]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def load(folder: Path) -> Model:
+    return weights.load(folder, mesh_of(data=1, model=1))
+
+
+def test_a_low_rank_run_that_was_stopped_ends_with_the_bits_of_one_never_stopped(lab: Lab, tmp_path: Path):
+    reference, stopped = tmp_path / "reference", tmp_path / "stopped"
+    before = files_of(published(lab))
+
+    def tune(workdir: Path, code: int, sends: str | None = None) -> None:
+        ended = run(lab, [*lab.flags(workdir, "settle"), *tuning(lab), "--lora-rank", "2"], sends)
+        assert ended.code == code, ended.stderr
+
+    tune(reference, 0)
+    tune(stopped, 128 + signal.SIGTERM, "SIGTERM save 1 after")  # step 4
+    assert not (stopped / "model").exists()
+    (stopped / "model.unfinished" / "model.partial").mkdir(parents=True)  # of a run killed while it wrote the model
+    tune(stopped, 0)
+    assert_same_end(stopped, reference)
+    assert files_of(stopped / "model") == files_of(reference / "model")
+    train.export(stopped / "model", load(published(lab)), published(lab))  # again, with another
+    assert files_of(stopped / "model") == files_of(reference / "model")
+
+    # The base: neither written nor saved in checkpoints, and in the result with the update that was trained.
+    assert files_of(published(lab)) == before
+    adapters = saved_arrays(stopped)["state"]["params"]
+    names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(adapters)}
+    assert names == {"lora_a", "lora_b"}
+    base, tuned = load(published(lab)).params, load(stopped / "model").params
+    np.testing.assert_array_equal(tuned["embed"]["embedding"], base["embed"]["embedding"])
+    kernel, found = (np.float32(params["blocks"]["mlp"]["up_proj"]["kernel"]) for params in (base, tuned))
+    update = adapters["blocks"]["mlp"]["up_proj"]["lora_a"] @ adapters["blocks"]["mlp"]["up_proj"]["lora_b"]
+    assert np.any(found != kernel)
+    np.testing.assert_allclose(found, kernel + 8 * update, rtol=1.01 * ROUNDING["bfloat16"])
+
+
+def test_a_checkpoint_is_trained_whole_in_float32(lab: Lab, tmp_path: Path):
+    more = ["--learning-rate", "1e-3", "--comm", "exact"]
+    ended = run(lab, [*lab.flags(tmp_path, "settle"), *tuning(lab), *more])
+    assert ended.code == 0, ended.stderr
+    losses = [value for _, name, value in metric_rows(tmp_path) if name == "loss"]
+    assert losses[-1] < losses[0]
+    tuned = load(tmp_path / "model")
+    assert_same_bits(tuned.params, saved_arrays(tmp_path)["state"]["params"])
+    assert {leaf.dtype for leaf in jax.tree.leaves(tuned.params)} == {jnp.dtype(jnp.float32)}
+    assert tokenizer.load(tmp_path / "model").special_tokens == {"eos_token": "<end>"}
+
+
+def test_a_checkpoint_is_tuned_with_smaller_steps_than_a_preset_is_trained_with():
+    rates = [
+        train.preset_of(train.Args(**flags)).learning_rate
+        for flags in (
+            {},
+            {"model": Path("model")},
+            {"model": Path("model"), "lora_rank": 8},
+            {"model": Path("model"), "learning_rate": 1e-6},
+        )
+    ]
+    assert rates == [train.PRESETS["tiny"].learning_rate, train.FINE_TUNING_RATE, train.LORA_RATE, 1e-6]
+
+
+@pytest.mark.usefixtures("handlers_restored")
+def test_tokens_that_a_checkpoint_does_not_have_are_refused(lab: Lab, tmp_path: Path):
+    np.full(10_000, 12, np.uint16).tofile(tmp_path / "text.bin")
+    args = arguments(lab, tmp_path / "run", data=tmp_path / "text.bin", model=published(lab))
+    with pytest.raises(ValueError, match=r"data must have tokens below 12 for .*model, found 12"):
+        train.main(args)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_go_on_with_another_learning_rate(lab: Lab, tmp_path: Path):
+    train.claim_workdir(tmp_path, arguments(lab, tmp_path, learning_rate=1e-3))
+    train.claim_workdir(tmp_path, arguments(lab, tmp_path, learning_rate=1e-3))
+    with pytest.raises(ValueError, match=r"learning_rate 0.001 \(here 0.004\)"):
+        train.claim_workdir(tmp_path, arguments(lab, tmp_path))
+
+
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
@@ -469,6 +579,10 @@ def arguments(lab: Lab, workdir: Path, **replaced: Any) -> train.Args:
         ({"eval_every": 0}, "eval_every must be at least 1, found 0"),
         ({"save_every": 0}, "save_every must be at least 1, found 0"),
         ({"compare": True, "comm": "exact"}, "compare must be left out with --comm exact"),
+        ({"learning_rate": 0.0}, "learning_rate must be between 0 and 1, found 0.0"),
+        ({"lora_rank": 8}, "lora_rank must be 0, or with --model at least 1, found 8"),
+        ({"lora_rank": -1, "model": Path("model")}, "lora_rank must be 0, or with --model at least 1, found -1"),
+        ({"tokenizer": Path("t.json"), "model": Path("model")}, "tokenizer must be left out with --model"),
         ({"codec": "int3"}, "codec must be one of"),
         ({"min_elements": -1}, "min_elements must be at least 0, found -1"),
         ({"sequence": 100_000}, "data must hold at least 4 windows of 100001 tokens"),
@@ -520,11 +634,11 @@ def test_every_preset_traces_on_eight_devices(preset: str, model: int):
     config = dataclasses.replace(chosen.model, vocab_size=vocab_size, comm=train.communication(args, "echo"))
     mesh = train.make_mesh(args.mesh)
     program = train.Program(config, train.make_optimizer(chosen), mesh, chosen.batch, chosen.sequence, drop=False)
-    state, streams = jax.eval_shape(lambda: program.init(0))
+    state, streams = jax.eval_shape(lambda: program.init(transformer.init_params(config, jax.random.key(0), mesh)))
     windows = jax.ShapeDtypeStruct((chosen.batch, chosen.sequence + 1), jnp.int32)
-    new_state, new_streams, row = jax.eval_shape(program.train_step, state, streams, windows)
+    new_state, new_streams, row = jax.eval_shape(program.train_step, state, streams, {}, windows)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), new_state) == jax.tree.map(lambda a: (a.shape, a.dtype), state)
     assert jax.tree.structure(new_streams) == jax.tree.structure(streams)
     assert row["loss"].shape == ()
-    sent, of_16bit = train.count_collectives(program, args, state, streams)
+    sent, of_16bit = train.count_collectives(program, args, state, streams, {})
     assert 4.125 < wire.bits_effective(sum(c.bytes_sent for c in sent), of_16bit) < 8

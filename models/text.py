@@ -7,9 +7,8 @@ from pathlib import Path
 
 import grain
 import numpy as np
-import tokenizers
 
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, load_encoder
 
 BYTE_VOCABULARY = 256
 VALIDATION_SHARE = 0.05  # the end of the text; never trained on
@@ -55,7 +54,7 @@ def load_corpus(data: Path | None, tokenizer: Path | Tokenizer | None) -> Corpus
     if tokenizer is None:
         return _split(np.frombuffer("\n\n".join(texts).encode(), np.uint8), BYTE_VOCABULARY)
 
-    encoder = tokenizer.encoder if isinstance(tokenizer, Tokenizer) else _encoder(tokenizer)
+    encoder = tokenizer.encoder if isinstance(tokenizer, Tokenizer) else load_encoder(tokenizer)
     vocabulary = encoder.get_vocab()
     eos = tokenizer.special_tokens.get("eos_token") if isinstance(tokenizer, Tokenizer) else None
     end = [] if eos is None else [vocabulary[eos]]
@@ -98,18 +97,6 @@ class _Windows:
     def __getitem__(self, index: int) -> np.ndarray:
         start = index * self._length
         return self._tokens[start : start + self._length + 1].astype(np.int32)
-
-
-def _encoder(file: Path) -> tokenizers.Tokenizer:
-    if not file.is_file():
-        raise FileNotFoundError(f"tokenizer must be an existing tokenizer.json, found {file}")
-    try:
-        encoder = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"tokenizer must be a tokenizer.json, found {file}: {error}") from error
-    encoder.no_truncation()  # the file may ask for both, meant for single sentences
-    encoder.no_padding()
-    return encoder
 
 
 def _texts(data: Path | None) -> list[str]:

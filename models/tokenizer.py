@@ -106,6 +106,19 @@ class Stream:
         return self._encoder.decode(self._ids, skip_special_tokens=True)
 
 
+def load_encoder(file: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json alone. Raises FileNotFoundError or ValueError, naming the file."""
+    if not file.is_file():
+        raise FileNotFoundError(f"tokenizer must be an existing tokenizer.json, found {file}")
+    try:
+        encoder = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"tokenizer must be a tokenizer.json, found {file}: {error}") from error
+    encoder.no_truncation()  # the file may ask for both, meant for single sentences
+    encoder.no_padding()
+    return encoder
+
+
 def load(path: Path) -> Tokenizer:
     """Read a checkpoint's tokenizer.
 
@@ -129,13 +142,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"path must be a folder with a tokenizer.json, found no {file}")
-    try:
-        encoder = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{file} must be of the tokenizers library: {error}") from error
-    encoder.no_truncation()  # the file may ask for both, meant for single sentences
-    encoder.no_padding()
-
+    encoder = load_encoder(file)
     file = folder / "tokenizer_config.json"
     settings = _json(file)
     special_tokens = {}

@@ -455,7 +455,7 @@ def test_a_folders_template_is_its_own_file_or_the_default_of_its_config(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{}", "must be of the tokenizers library"),
+        ("tokenizer.json", "{}", "tokenizer must be a tokenizer.json, found"),
         ("tokenizer_config.json", "{", "must be JSON"),
         ("tokenizer_config.json", "[]", r"must hold a JSON object, found \[\]"),
         (

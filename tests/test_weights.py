@@ -536,6 +536,33 @@ def test_a_setting_that_the_model_does_not_have_is_named(folder: Path, changes: 
     assert str(folder / "config.json") in str(raised.value)
 
 
+# Published shapes: hidden size, layers, heads, key/value heads, feed-forward size, tied; and parameters in all.
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ((1024, 28, 16, 8, 3072, True), 596_049_920),
+        ((2048, 28, 16, 8, 6144, True), 1_720_574_976),
+        ((2560, 36, 32, 8, 9728, True), 4_022_468_096),
+        ((4096, 36, 32, 8, 12_288, False), 8_190_735_360),
+        ((5120, 40, 40, 8, 17_408, False), 14_768_307_200),
+        ((5120, 64, 64, 8, 25_600, False), 32_762_123_264),
+    ],
+    ids=["0.6B", "1.7B", "4B", "8B", "14B", "32B"],
+)
+def test_every_dense_qwen3_has_its_number_of_parameters_and_divides_over_eight_ranks(
+    tmp_path: Path, shape: tuple[Any, ...], params: int
+):
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    config = dict(zip((*names, "tie_word_embeddings"), shape, strict=True)) | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128,
+        "rope_theta": 1_000_000, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, _ = weights.read_config(tmp_path / "config.json")
+    found.check_ranks(8)
+    assert found.num_params() == params
+
+
 def test_layers_beyond_the_file_are_refused_before_anything_is_made_for_them(folder: Path):
     change(folder / "config.json", {"num_hidden_layers": 2**31 - 1})
     with pytest.raises(ValueError, match=f"{folder} has 25 tensors, too few for 2147483647 layers"):

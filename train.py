@@ -8,7 +8,8 @@
 Stop it at any step, start it again with the same command, and it goes on: the parameters at the end are those of a run
 that was never stopped, bit for bit. The last line that it prints is one JSON object.
 
-Communication of a step: over `model` what `models/transformer.py` lists, over `data` one float32 mean of the gradients.
+Communication of a step: over `model` what `models/transformer.py` lists; over `data` the float32 sums of the gradients,
+of which --dp-comm echo codes the large ones.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Args:
     """Train low-rank updates of the model's projections and nothing else (LoRA); 0 trains all parameters."""
     comm: Literal["echo", "exact"] = "echo"
     """How partial results are summed over the model axis."""
+    dp_comm: Literal["echo", "exact"] = "exact"
+    """How gradients are summed over the data axis; what is owed stays in the optimizer's state."""
     end: Literal["settle", "carry", "drop"] = "settle"
     """What happens to the last error of a step's streams (carry and drop are for comparison)."""
     mesh: str = "data=2,model=4"
@@ -155,7 +158,7 @@ def main(args: Args) -> None:
     result = train(args, mesh, stop)
     if args.compare:
         exact_dir = None if args.workdir is None else args.workdir / "exact"
-        exact = train(dataclasses.replace(args, comm="exact", workdir=exact_dir), mesh, stop)
+        exact = train(dataclasses.replace(args, comm="exact", dp_comm="exact", workdir=exact_dir), mesh, stop)
         print(f"\n{'sum':8}{'loss':>10}{'val_loss':>10}{'bits/value':>12}{'MB a step':>11}")
         for name, row in (("echo", result), ("exact", exact)):
             megabytes = row["bytes_sent"] / row["steps"] / 1e6
@@ -174,14 +177,15 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
     """
     preset = preset_of(args)
     steps = preset.steps
-    workdir = args.workdir or Path("runs") / f"{name_of(args)}-{args.comm}-{args.end}-{args.seed}"
+    sums = f"{args.comm}-dp-{args.dp_comm}" if args.dp_comm == "echo" else args.comm
+    workdir = args.workdir or Path("runs") / f"{name_of(args)}-{sums}-{args.end}-{args.seed}"
 
     corpus = text.load_corpus(args.data, args.tokenizer if args.model is None else tokenizer.load(args.model))
     model = read_model(args, corpus, mesh)
     config = model.config
     train_iterator = iter(text.batches(corpus.train, preset.batch, preset.sequence, args.seed))
     validation = text.batches(corpus.validation, preset.batch, preset.sequence, None)
-    optimizer = make_optimizer(preset)
+    optimizer = make_optimizer(preset, args)
     program = Program(config, optimizer, mesh, preset.batch, preset.sequence, drop=args.end == "drop")
 
     claim_workdir(workdir, args)  # not before all arguments are known to be good
@@ -366,13 +370,7 @@ class Program:
         abstract_params, _ = self._split(transformer.abstract_params(config, ranks))
         self.state_specs = {
             "params": param_specs,
-            "optimizer": optax.tree.map_params(
-                optimizer,
-                lambda _, spec: spec,
-                jax.eval_shape(optimizer.init, abstract_params),
-                param_specs,
-                transform_non_params=lambda _: P(),
-            ),
+            "optimizer": echo_jax.partition_specs(optimizer, abstract_params, param_specs, mesh),
             "step": P(),
         }
         stream_specs = P((DATA, MODEL))
@@ -395,9 +393,11 @@ class Program:
 
     def init(self, params: Any) -> tuple[dict[str, Any], Streams]:
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
+        in_specs, out_specs = (self.state_specs["params"],), self.state_specs["optimizer"]
+        init = jax.shard_map(self.optimizer.init, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         state = {
             "params": params,
-            "optimizer": jax.jit(self.optimizer.init, out_shardings=shardings["optimizer"])(params),
+            "optimizer": jax.jit(init)(params),
             "step": jax.device_put(jnp.zeros((), jnp.int32), shardings["step"]),
         }
         return state, transformer.init_streams(self.config, self.batch, self.sequence, self.mesh, P(DATA))
@@ -405,16 +405,14 @@ class Program:
     def _train_step(
         self, state: dict[str, Any], streams: Streams, base: Any, windows_BS1: jax.Array
     ) -> tuple[dict[str, Any], Streams, dict[str, jax.Array]]:
-        # Local to a data rank, so that gradients stay local until they are summed below, in float32.
+        # Local to a data rank, so that gradients stay local until the optimizer sums them.
         params = jax.tree.map(lambda p: lax.pcast(p, DATA, to="varying"), state["params"])
 
         def loss_fn(params: Any, streams: Streams) -> Any:
             return transformer.mean_loss(self.config, lora.join(params, base), streams, windows_BS1)
 
         (loss, stats), grads, streams = echo_jax.value_and_grad(loss_fn, has_aux=True)(params, streams)
-        loss, grads = lax.pmean((loss, grads), DATA)
-        norm = global_norm(grads, self.state_specs["params"])
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_GRADIENT_NORM / norm), grads)
+        loss = lax.pmean(loss, DATA)
         updates, optimizer_state = self.optimizer.update(grads, state["optimizer"], state["params"])
         state = {
             "params": optax.apply_updates(state["params"], updates),
@@ -423,6 +421,7 @@ class Program:
         }
         if self._drop:
             streams = jax.tree.map(jnp.zeros_like, streams)
+        norm = optax.tree.get(optimizer_state, "norm")
         logged = {"loss": loss, "gradient_norm": norm, **{f"residual/{key}": value for key, value in stats.items()}}
         return state, streams, logged
 
@@ -437,33 +436,33 @@ class Program:
         return lax.pmean(loss, DATA)
 
 
-def global_norm(tree: Any, specs: Any) -> jax.Array:
-    """float32[]: norm of a tree whose leaves are split over `model` as their specs say, equal on all ranks."""
-    square = lambda split: sum(  # noqa: E731
-        jnp.sum(leaf**2)
-        for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-        if (MODEL in spec) == split
-    )
-    return jnp.sqrt(lax.psum(square(True), MODEL) + square(False))
-
-
 def communication(args: Args, comm: str) -> Communication:
     settle = args.end == "settle"
     if comm == "exact":
         return Communication(MODEL, EXACT, EXACT, args.backward_sum, settle)
-    group_size = PRESETS[args.preset].group_size if args.model is None else EchoConfig.group_size
-    forward = EchoConfig(codec=args.codec, group_size=group_size, min_elements=args.min_elements)
+    forward = coded_sum(args)
     backward = dataclasses.replace(forward, feedback=args.backward_feedback)
     return Communication(MODEL, forward, backward, args.backward_sum, settle)
 
 
-def make_optimizer(preset: Preset) -> optax.GradientTransformation:
+def coded_sum(args: Args) -> EchoConfig:
+    group_size = PRESETS[args.preset].group_size if args.model is None else EchoConfig.group_size
+    return EchoConfig(codec=args.codec, group_size=group_size, min_elements=args.min_elements)
+
+
+def make_optimizer(preset: Preset, args: Args) -> optax.GradientTransformation:
+    """From one rank's gradients to the update: their mean over the data ranks, one clip, AdamW."""
+    data_sum = coded_sum(args) if args.dp_comm == "echo" else EXACT
     warmup = min(2_000, preset.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, preset.learning_rate, warmup, max(preset.steps, warmup + 1), preset.learning_rate / 10
     )
     kernels = lambda params: jax.tree.map(lambda p: p.ndim > 2, params)  # noqa: E731
-    return optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=kernels)
+    return optax.chain(
+        echo_jax.compensated_psum(DATA, data_sum),
+        echo_jax.clip_by_global_norm(MAX_GRADIENT_NORM),
+        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=kernels),
+    )
 
 
 def evaluate(

@@ -29,6 +29,8 @@ from echo_jax.state import check_config, check_dtype, init_state
 
 # Leaves are joined until a sum has this many values: 16 MB of float32, more than latency hides, and one copy of it.
 BUCKET_ELEMENTS = 1 << 22
+# A matrix has more; vectors, which need precision more than the wire needs them small, have fewer unless stacked.
+SMALL_ELEMENTS = 4096
 
 
 class CompensatedPsumState(NamedTuple):
@@ -48,13 +50,19 @@ class _Sum:
 
 
 def compensated_psum(
-    axis_name: AxisName, config: EchoConfig, *, mean: bool = True, bucket_elements: int = BUCKET_ELEMENTS
+    axis_name: AxisName,
+    config: EchoConfig,
+    *,
+    mean: bool = True,
+    small_elements: int = SMALL_ELEMENTS,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> optax.GradientTransformation:
     """Gradients of one rank -> their mean (or sum) over the ranks of an axis, coded and compensated.
 
-    Leaves of fewer than `config.min_elements` values are joined into one exact sum for each dtype and each set of mesh
-    axes that they vary over. Larger ones are joined in order, up to `bucket_elements` values; a leaf of more is summed
-    by itself. Algorithm 'exact' sums everything exactly, in the gradients' dtypes.
+    Leaves of fewer than `small_elements` values (scales, biases) are joined into one exact sum for each dtype and each
+    set of mesh axes that they vary over. Larger ones are joined in order, up to `bucket_elements` values; a leaf that
+    has more is summed by itself. `config` then decides on each of these sums, as on any other: 'auto' leaves those
+    below its `min_elements` exact. Exact sums are in the gradients' dtypes.
 
     `init` and `update` run inside shard_map, or vmap(axis_name=...). With check_vma=True a gradient must vary over the
     axis: JAX sums that of a parameter which does not, so cast parameters to varying before differentiating. Without
@@ -65,6 +73,7 @@ def compensated_psum(
       axis_name: the data-parallel axis, or tuple of axes.
       config: of the coded sums.
       mean: whether the sum is divided by the number of ranks.
+      small_elements: values of one rank's part of a leaf, below which it stays exact.
       bucket_elements: how many values leaves are joined to.
 
     Raises (from `init` or `update`):
@@ -72,8 +81,9 @@ def compensated_psum(
         already; gradients of other shapes than the parameters that the state was made for.
     """
     check_config(config)
-    if bucket_elements < 1:
-        raise ValueError(f"bucket_elements must be at least 1, found {bucket_elements}")
+    for name, value in (("small_elements", small_elements), ("bucket_elements", bucket_elements)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}")
 
     def init(params: Any) -> CompensatedPsumState:
         leaves = _checked_leaves(params, "params")
@@ -81,7 +91,7 @@ def compensated_psum(
         parts = [_joined([leaves[i] for i in s.leaves]) for s in plan(leaves) if not s.exact]
         return CompensatedPsumState(tuple(init_state(part, axis_name, config) for part in parts))
 
-    def update(updates: Any, state: CompensatedPsumState, params: Any = None) -> tuple[Any, CompensatedPsumState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, CompensatedPsumState]:
         del params
         leaves, ranks = _checked_leaves(updates, "updates"), axes.axis_size(axis_name)
         _check_not_summed(updates, axis_name)
@@ -113,7 +123,7 @@ def compensated_psum(
         coded: dict[Any, list[list[int]]] = {}
         for index, leaf in enumerate(leaves):
             kind = (leaf.dtype.name, frozenset(axes.varying_axes(leaf)) - set(names))
-            if config.algorithm == "exact" or leaf.size < config.min_elements:
+            if config.algorithm == "exact" or leaf.size < small_elements:
                 exact.setdefault(kind, []).append(index)
                 continue
             buckets = coded.setdefault(kind, [[]])
@@ -149,7 +159,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         del params
         return ClipByGlobalNormState(jnp.zeros((), jnp.float32))
 
-    def update(updates: Any, state: ClipByGlobalNormState, params: Any = None) -> tuple[Any, ClipByGlobalNormState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, ClipByGlobalNormState]:
         del state, params
         norm = jnp.sqrt(_sum_over_shards(updates, lambda leaf: jnp.sum(leaf.astype(jnp.float32) ** 2)))
         scale = jnp.minimum(1.0, max_norm / norm)
@@ -179,7 +189,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def init(params: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: SkipNonfiniteState, params: Any = None) -> tuple[Any, SkipNonfiniteState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SkipNonfiniteState]:
         updates, new = inner.update(updates, state.inner, params)
         bad = _sum_over_shards(updates, lambda leaf: jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32)) > 0
         updates = jax.tree.map(lambda u: jnp.where(bad, jnp.zeros_like(u), u), updates)

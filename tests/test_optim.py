@@ -20,7 +20,8 @@ import echo_jax
 from echo_jax import EchoConfig, wire
 from echo_jax.state import is_state
 
-CONFIG = EchoConfig(group_size=32, min_elements=256, algorithm="two_shot")
+CONFIG = EchoConfig(group_size=32, algorithm="two_shot")
+SMALL = 256
 EXACT = EchoConfig(algorithm="exact", feedback=False)
 SHAPES = {"a": (16, 64), "b": (10,), "c": (7, 50), "d": (3, 5), "e": (40, 32)}
 LARGE = ("a", "c", "e")
@@ -34,7 +35,7 @@ def gradients(seed, ranks, scale=1.0):
 @functools.cache
 def compiled(config, ranks, mode="check_vma", **settings):
     """(init of [ranks, ...] params, update of [ranks, ...] gradients and state)."""
-    transformation = echo_jax.compensated_psum("tp", config, **settings)
+    transformation = echo_jax.compensated_psum("tp", config, small_elements=SMALL, **settings)
     init = on_ranks(transformation.init, ranks, mode)
     return init, on_ranks(lambda grads, state: transformation.update(grads, state), ranks, mode)
 
@@ -94,6 +95,16 @@ def test_small_leaves_are_one_exact_sum_and_large_ones_are_coded_in_buckets():
     assert [(c.kind, c.shape) for c in found if c.dtype != "uint8"] == [("all_reduce", (25,))]
 
 
+def test_a_sum_below_the_gate_of_auto_stays_exact_and_owes_nothing():
+    auto = EchoConfig(group_size=32, min_elements=1500)
+    init, update = compiled(auto, 4, bucket_elements=1500)
+    grads = gradients(0, 4)
+    found = wire.collectives(update, grads, init(grads))
+    assert sorted(c.shape for c in found if c.dtype == "float32") == [(25,), (40, 32), (1374,)]
+    mean = on_ranks(lambda g: jax.tree.map(lambda leaf: lax.psum(leaf, "tp") / 4, g), 4)(grads)
+    assert_same_bits(update(grads, init(grads))[0], mean)
+
+
 def test_leaves_of_another_dtype_are_summed_apart_and_keep_it():
     grads = gradients(0, 2)
     grads["e"], grads["d"] = (grads[name].astype(jnp.bfloat16) for name in ("e", "d"))
@@ -105,7 +116,7 @@ def test_leaves_of_another_dtype_are_summed_apart_and_keep_it():
 
 
 def test_a_gradient_that_jax_has_summed_is_refused():
-    transformation = echo_jax.compensated_psum("tp", CONFIG)
+    transformation = echo_jax.compensated_psum("tp", CONFIG, small_elements=SMALL)
 
     def step(grads):
         state = transformation.init(grads)
@@ -128,8 +139,7 @@ def test_a_gradient_that_jax_has_summed_is_refused():
     ],
 )
 def test_gradients_unlike_the_parameters_are_refused(change, error, message):
-    config = dataclasses.replace(CONFIG, min_elements=1000)
-    transformation = echo_jax.compensated_psum("tp", config)
+    transformation = echo_jax.compensated_psum("tp", CONFIG, small_elements=1000)
     params = {name: leaf for name, leaf in gradients(0, 2).items() if name != "e"}
     step = on_ranks(lambda p, g: transformation.update(g, transformation.init(p))[0], 2)
     with pytest.raises(error, match=message):
@@ -141,6 +151,8 @@ def test_wrong_arguments_are_refused_where_they_are_given():
         echo_jax.compensated_psum("tp", {})
     with pytest.raises(ValueError, match="bucket_elements must be at least 1, found 0"):
         echo_jax.compensated_psum("tp", CONFIG, bucket_elements=0)
+    with pytest.raises(ValueError, match="small_elements must be at least 1, found -1"):
+        echo_jax.compensated_psum("tp", CONFIG, small_elements=-1)
     with pytest.raises(ValueError, match="max_norm must be above 0, found 0"):
         echo_jax.clip_by_global_norm(0.0)
     with pytest.raises(ValueError, match="axis_name must name axes of the surrounding program, found 'dp'"):
@@ -204,8 +216,8 @@ class Program:
 
 
 def chain(config, max_norm=0.5):
-    parts = echo_jax.compensated_psum("data", config), echo_jax.clip_by_global_norm(max_norm), optax.adam(1e-2)
-    return echo_jax.skip_nonfinite(optax.chain(*parts))
+    data_sum = echo_jax.compensated_psum("data", config, small_elements=SMALL)
+    return echo_jax.skip_nonfinite(optax.chain(data_sum, echo_jax.clip_by_global_norm(max_norm), optax.adam(1e-2)))
 
 
 @functools.cache

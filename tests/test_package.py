@@ -56,10 +56,10 @@ def test_wheel_is_pure_python_and_has_the_licence(wheel: Path) -> None:
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
-def test_installing_needs_only_jax_flax_and_orbax(metadata: Message) -> None:
+def test_installing_needs_only_jax_flax_optax_and_orbax(metadata: Message) -> None:
     requirements = metadata.get_all("Requires-Dist", [])
     needed = {re.split(r"[^\w-]", r)[0] for r in requirements if "extra ==" not in r}
-    assert needed == {"jax", "flax", "orbax-checkpoint"}
+    assert needed == {"jax", "flax", "optax", "orbax-checkpoint"}
 
 
 def test_metadata_names_version_licence_python_and_extras(metadata: Message) -> None:
@@ -83,7 +83,7 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("echo_jax", {"echo_jax", "pallas_kernels", "jax", "flax", "orbax", "numpy"}),
+        ("echo_jax", {"echo_jax", "pallas_kernels", "jax", "flax", "optax", "orbax", "numpy"}),
         ("pallas_kernels", {"pallas_kernels", "jax", "numpy"}),
     ],
 )

@@ -1,7 +1,7 @@
 # Everything runs in .venv, made from PYTHON; nothing outside the checkout is touched.
 #
 #   make train        train the tiny preset, compare it with the 16-bit sum (ARGS="--steps 500" for other flags)
-#   make generate     text from SmolLM2 on three ranks (ARGS='--prompt "Why is the sky blue?"' for another prompt)
+#   make generate     text from SmolLM2 on three ranks, every sum coded (PROMPT="Why is the sky blue?" for another)
 #   make quality      what the codes do to SmolLM2's answers
 #   make test         all tests but the soak ones (ARGS="-k wire" to choose)
 #   make test-other   the quick tests on the other end of the supported Pythons: 3.11, or the newest there is
@@ -15,6 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 OTHER := .venv-other
 ARGS ?=
+PROMPT ?= Why does ice float on water?
 BIN := $(VENV)/bin
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
@@ -24,7 +25,7 @@ train: $(VENV)/train.stamp
 	$(BIN)/python train.py --preset tiny --compare $(ARGS)
 
 generate: $(VENV)/models.stamp $(VENV)/smollm2.stamp
-	$(BIN)/python -m models.generate --tp 3 $(or $(ARGS),--prompt "Why does ice float on water?")
+	$(BIN)/python -m models.generate --prompt "$(PROMPT)" --tp 3 --min-elements 0 $(ARGS)
 
 quality: $(VENV)/benchmarks.stamp $(VENV)/smollm2.stamp
 	$(BIN)/python -m benchmarks.quality $(ARGS)

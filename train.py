@@ -55,10 +55,6 @@ MAX_GRADIENT_NORM = 1.0
 # speeches, validation loss 3.194 before: all parameters 3.046 (2e-4: 3.010, 1e-3: 3.386), rank 8 3.062 (2e-3: 3.002).
 FINE_TUNING_RATE = 2e-5
 LORA_RATE = 2e-4
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,6 +318,9 @@ def read_model(args: Args, corpus: text.Corpus, mesh: Mesh) -> Model:
     model = weights.load(args.model, mesh, comm=comm, param_dtype=None if args.lora_rank else jnp.float32)
     if corpus.largest >= (vocab_size := model.config.vocab_size):
         raise ValueError(f"data must have tokens below {vocab_size} for {args.model}, found {corpus.largest}")
+    context, sequence = model.published.get("max_position_embeddings"), preset_of(args).sequence
+    if context is not None and sequence > context:
+        raise ValueError(f"sequence must be at most {context}, the context of {args.model}; found {sequence}")
     return dataclasses.replace(model, config=dataclasses.replace(model.config, lora_rank=args.lora_rank))
 
 
@@ -533,18 +532,10 @@ def export(path: Path, model: Model, source: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     folder = unfinished / path.name
     weights.save(folder, lora.merge(model))
-    if source.is_dir():
-        for file in (source / name for name in TOKENIZER_FILES):
-            if file.exists():
-                shutil.copyfile(file, folder / file.name)
-    else:
-        words = tokenizer.load(source)
-        words.encoder.save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": words.chat_template}
-        (folder / "tokenizer_config.json").write_text(json.dumps({**config, **words.special_tokens}, indent=2))
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(words.stop_ids)}))
+    tokenizer.copy_files(source, folder)
     folder.rename(path)
     unfinished.rmdir()
+    tqdm.write(f"the tuned model is in {path}")
 
 
 def claim_workdir(workdir: Path, args: Args) -> None:

@@ -240,8 +240,13 @@ class Benchmark:
 
 
 def main(args: Args) -> None:
+    for name, values in (("configs", args.configs), ("text", args.text)):
+        if not values:
+            raise ValueError(f"{name} must hold at least one, found none")
     for name in args.configs:
         communication(name)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)  # before anything is measured
     if args.tokens < 2 or not 0 <= args.decode < args.tokens:
         raise ValueError(f"tokens must be 2 or more, and decode less than it; found {args.tokens} and {args.decode}")
     mesh = make_mesh(args.tp)
@@ -278,7 +283,10 @@ def read_tokens(text: str, words: tokenizer.Tokenizer, count: int) -> np.ndarray
     else:
         if not Path(text).is_file():
             raise FileNotFoundError(f"text must be 'speech', 'code' or an existing file, found {text!r}")
-        content = Path(text).read_text(encoding="utf-8")
+        try:
+            content = Path(text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text must be UTF-8, found {text!r}: {error}") from error
     tokens = words.encode(content)
     if len(tokens) <= count:
         raise ValueError(f"text must have more than {count} tokens, found {len(tokens)} in {text!r}")
@@ -318,7 +326,6 @@ def _json(rows: list[dict[str, Any]]) -> str:
 
 def write(out: Path, model: Path, rows: list[dict[str, Any]]) -> None:
     """quality.md, quality.json and quality.png."""
-    out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "benchmarks.quality", *sys.argv[1:]])
     table = [HEADER[:-1], tuple("---" for _ in HEADER[:-1]), *(_cells(row)[:-1] for row in rows)]
     lines = [
@@ -336,7 +343,8 @@ def write(out: Path, model: Path, rows: list[dict[str, Any]]) -> None:
     ]
     (out / "quality.md").write_text("\n".join(lines), encoding="utf-8")
     (out / "quality.json").write_text(_json(rows) + "\n", encoding="utf-8")
-    plot(rows).savefig(out / "quality.png", dpi=80, bbox_inches="tight")
+    if any(row["config"] != "exact" for row in rows):
+        plot(rows).savefig(out / "quality.png", dpi=80, bbox_inches="tight")
 
 
 def plot(rows: list[dict[str, Any]]) -> Any:

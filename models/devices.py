@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -19,5 +20,5 @@ def take_devices(needed: int) -> list[Any]:
         jax.extend.backend.clear_backends()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", needed)
-        tqdm.write(f"found {found}, {needed} are needed: running on {needed} virtual CPU devices")
+        tqdm.write(f"found {found}, {needed} are needed: running on {needed} virtual CPU devices", file=sys.stderr)
     return jax.devices()[:needed]

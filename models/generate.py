@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from models.transformer import Cache, Communication
 from models.weights import Model
 
 MODEL = "model"
+SMALLEST_TEMPERATURE = 1e-6  # below it logits may overflow, or the temperature vanish, in float32
 LENGTH_MULTIPLE = 64  # of prompts and caches, in tokens: few shapes, few compilations
 _CACHE_SPEC = P(None, None, None, MODEL)
 
@@ -54,8 +54,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be 0 or more, found {self.temperature}")
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < np.inf:
+            raise ValueError(
+                f"temperature must be 0, or from {SMALLEST_TEMPERATURE} on and finite; found {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, found {self.top_p}")
 
@@ -103,6 +105,10 @@ class Generator:
         self.model, self.mesh = model, mesh
         config, sampling = model.config, sampling or Sampling()
         axis = config.comm.axis_name
+        if mesh.axis_names != (MODEL,) or axis != MODEL:
+            raise ValueError(
+                f"mesh must have the one axis {MODEL!r}, the model's; found {mesh.axis_names}, the model's is {axis!r}"
+            )
         specs = transformer.param_specs(config, mesh.shape[axis])
 
         def prefill(params: Any, tokens_BS: jax.Array, last_B: jax.Array, key: jax.Array, length: int) -> Any:
@@ -133,14 +139,21 @@ class Generator:
     ) -> Iterator[list[int | None]]:
         """Continue prompts: yields each row's next token, or None for a row that has ended, until all have.
 
-        A row ends with its `max_tokens`-th token, or with one of `stop_ids`, which is still yielded. What a row gets
-        does not depend on the others, to the rounding of another batch's arithmetic.
+        A row ends with its `max_tokens`-th token, or with one of `stop_ids`, which is still yielded. With exact sums
+        what a row gets does not depend on the others. With coded ones it does in two ways: 'auto' decides by the size
+        of the whole batch, and the arithmetic of another batch size rounds otherwise, of which a code makes an error of
+        its own size.
 
         Raises:
-          ValueError: no prompts, an empty one, a token outside the vocabulary, or more tokens than the model's context.
+          TypeError: tokens that are not integers. ValueError: no prompts, an empty one, a token outside the vocabulary,
+            or more tokens than the model's context.
         """
         self._check(prompts, max_tokens)
-        stop_ids = frozenset(stop_ids)
+        return self._continue(prompts, max_tokens, frozenset(stop_ids), seed)
+
+    def _continue(
+        self, prompts: Sequence[Any], max_tokens: int, stop_ids: frozenset[int], seed: int
+    ) -> Iterator[list[int | None]]:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         padded = _round_up(int(lengths.max()))
         tokens_BS = np.zeros((len(prompts), padded), np.int32)
@@ -161,19 +174,22 @@ class Generator:
                 return
             tokens_B = following
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def _check(self, prompts: Sequence[Any], max_tokens: int) -> None:
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, found none")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, found {max_tokens}")
         context = self.model.published.get("max_position_embeddings")
         for number, prompt in enumerate(prompts):
-            if not prompt:
+            tokens = np.asarray(prompt)
+            if tokens.size and (tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer)):
+                raise TypeError(f"prompts[{number}] must be a sequence of integers, found {prompt!r:.100}")
+            if not tokens.size:
                 raise ValueError(f"prompts[{number}] must hold at least one token, found none")
-            if min(prompt) < 0 or max(prompt) >= self.model.config.vocab_size:
+            if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
                 raise ValueError(
                     f"prompts[{number}] must hold tokens from 0 to {self.model.config.vocab_size - 1}, found "
-                    f"{min(prompt)} to {max(prompt)}"
+                    f"{tokens.min()} to {tokens.max()}"
                 )
             if context is not None and len(prompt) + max_tokens > context:
                 raise ValueError(
@@ -200,18 +216,23 @@ class Args:
     tp: int = 1
     """Tensor-parallel ranks; on virtual CPU devices if there are fewer devices."""
     max_tokens: int = 128
+    """Of each reply, which a stop token may end earlier."""
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """0 takes the likeliest token; more draws, the more freely the higher."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
     seed: int = 0
+    """Of the draws: the same one gives the same text."""
     chat: bool = True
     """Put the prompt into the model's chat template, if it has one; otherwise it is continued as it stands."""
     system: str | None = None
     """System message of the chat."""
     comm: Literal["echo", "plain", "exact"] = "echo"
     """Compensated sums, coded sums without feedback, or lax.psum."""
-    codec: str = EchoConfig.codec
+    codec: Literal["hadamard_int4", "int4", "int8", "none"] = "hadamard_int4"
+    """Code on the wire."""
     group_size: int = EchoConfig.group_size
+    """Values that share a scale, at most: a power of two from 32 to 1024."""
     end: Literal["settle", "drop"] = "settle"
     """What happens to the last error of the forward stream."""
     min_elements: int = EchoConfig.min_elements
@@ -251,10 +272,16 @@ def main(args: Args) -> None:
     else:
         for prompt, text in zip(args.prompt, texts, strict=True):
             print(f"=== {prompt}\n{text}\n")
-    rate = (sum(counts) - len(prompts)) / (times[-1] - times[0]) if len(times) > 1 else math.nan
+    later = sum(counts) - len(prompts)
+    rate = f", then {later / (times[-1] - times[0]):.1f} tokens/s" if later > 0 else ""
+    values = len(prompts) * model.config.d_model  # of a sum, a token each
+    of_prefill, of_decode = (
+        model.config.comm.forward.resolve(values * tokens, args.tp) for tokens in (_round_up(max(map(len, prompts))), 1)
+    )
     print(
-        f"{args.comm}, tp {args.tp}: time to first token {1e3 * times[0]:.0f} ms for {sum(map(len, prompts))} tokens, "
-        f"then {rate:.1f} tokens/s; {sum(counts)} tokens in all; compiled and warmed up in {compiled:.1f} s",
+        f"{args.comm}, tp {args.tp}: time to first token {1e3 * times[0]:.0f} ms for {sum(map(len, prompts))} tokens"
+        f"{rate}; {sum(counts)} tokens in all, stop tokens included. Sums of the prefill: {of_prefill}, of decoding: "
+        f"{of_decode}. Compiled and warmed up in {compiled:.1f} s",
         file=sys.stderr,
     )
 

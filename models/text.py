@@ -74,7 +74,7 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int | None) -> gr
     if len(windows) < batch:
         raise ValueError(
             f"data must hold at least {batch} windows of {length + 1} tokens for a batch, found {len(windows)} "
-            f"({len(tokens)} tokens)"
+            f"({len(tokens)} tokens; {VALIDATION_SHARE:.0%} of a text are kept for validation)"
         )
     if seed is not None:
         windows = windows.seed(seed).shuffle()

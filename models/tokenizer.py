@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -19,6 +20,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from models.gguf_file import read_fields
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +112,21 @@ class Stream:
         return self._encoder.decode(self._ids, skip_special_tokens=True)
 
 
+def copy_files(source: Path, folder: Path) -> None:
+    """Put the tokenizer of a checkpoint, a folder or a .gguf file, into a folder of `models.weights.save`."""
+    source, folder = Path(source), Path(folder)
+    if source.is_dir():
+        for file in (source / name for name in _FILES):
+            if file.exists():
+                shutil.copyfile(file, folder / file.name)
+        return
+    words = load(source)
+    words.encoder.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": words.chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **words.special_tokens}, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(words.stop_ids)}))
+
+
 def load_encoder(file: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json alone. Raises FileNotFoundError or ValueError, naming the file."""
     if not file.is_file():
@@ -128,6 +149,7 @@ def load(path: Path) -> Tokenizer:
     Raises:
       ValueError, FileNotFoundError: naming the file and what is wrong with it.
     """
+    path = Path(path)
     if path.is_dir():
         return _from_folder(path)
     if path.suffix == ".gguf":

@@ -110,8 +110,11 @@ def load(
         truncated or not what it should be; a tensor that is missing, not known, or of the wrong shape or dtype; an
         architecture or a setting that the model does not have; a model that the mesh does not divide.
     """
+    path = Path(path)
     source = _Gguf(path) if path.suffix == ".gguf" else _Folder(path)
     config = dataclasses.replace(source.config, comm=comm or Communication(), dtype=dtype)
+    if config.comm.axis_name not in mesh.shape:
+        raise ValueError(f"mesh must have the axis {config.comm.axis_name!r} of comm, found {mesh.axis_names}")
     ranks = mesh.shape[config.comm.axis_name]
     try:
         config.check_ranks(ranks)
@@ -135,7 +138,8 @@ def load(
 def save(path: Path, model: Model, *, max_file_bytes: int = 5_000_000_000) -> None:
     """Write config.json and safetensors in the Hugging Face layout, in the dtypes of the parameters.
 
-    A tied output head is not written twice. In a run of several processes all of them call it and the first one writes.
+    The tokenizer is not part of a model: `models.tokenizer.copy_files` puts it there. A tied output head is not written
+    twice. In a run of several processes all of them call it and the first one writes.
     Everything is written beside `path` and moved there when it is whole.
 
     Args:
@@ -146,7 +150,7 @@ def save(path: Path, model: Model, *, max_file_bytes: int = 5_000_000_000) -> No
       FileExistsError: the folder holds something, or a save that failed has left its part beside it, in `path`.partial.
       ValueError: low-rank updates that are not merged.
     """
-    path = path.resolve()
+    path = Path(path).resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"path must be a folder that is empty or does not exist, found {path}")
     if model.config.lora_rank:

@@ -252,14 +252,32 @@ def test_the_cache_is_donated_and_lengths_within_a_multiple_compile_nothing_new(
 def test_requests_that_no_model_can_answer_are_refused(prompts, count, message):
     model = dataclasses.replace(model_of(with_sums(QWEN3, EXACT), 1), published={"max_position_embeddings": 100})
     with pytest.raises(ValueError, match=message):
-        next(Generator(model, mesh_of(model=1))(prompts, count))
+        Generator(model, mesh_of(model=1))(prompts, count)
+
+
+@pytest.mark.parametrize("prompt", ["abc", [1.5], [True], [[1], [2]]])
+def test_tokens_that_are_no_integers_are_refused(prompt):
+    with pytest.raises(TypeError, match=r"prompts\[0\] must be a sequence of integers, found "):
+        generator_of(with_sums(QWEN3, EXACT), 1)([prompt], 1)
+
+
+def test_an_array_is_a_prompt_too():
+    generator = generator_of(with_sums(QWEN3, EXACT), 1)
+    assert texts(generator, [np.array(PROMPTS[0])], 3) == texts(generator, [PROMPTS[0]], 3)
+
+
+def test_a_mesh_of_another_axis_is_named():
+    model = model_of(with_sums(QWEN3, EXACT), 1)
+    with pytest.raises(ValueError, match=r"mesh must have the one axis 'model', the model's; found \('tp',\)"):
+        Generator(model, mesh_of(tp=1))
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "message"),
     [
-        (-1.0, 1.0, "temperature must be 0 or more, found -1"),
-        (float("nan"), 1.0, "temperature must be 0 or more, found nan"),
+        (-1.0, 1.0, "temperature must be 0, or from 1e-06 on and finite; found -1"),
+        (float("nan"), 1.0, "temperature must be 0, or from 1e-06 on and finite; found nan"),
+        (1e-45, 1.0, "temperature must be 0, or from 1e-06 on and finite; found 1e-45"),
         (1.0, 0.0, "top_p must be above 0 and at most 1, found 0"),
         (1.0, 1.1, "top_p must be above 0 and at most 1, found 1.1"),
     ],
@@ -284,3 +302,4 @@ def test_the_command_streams_the_reply_and_reports_its_speed():
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "time to first token" in done.stderr and "tokens/s" in done.stderr
+    assert "Sums of the prefill: two_shot, of decoding: two_shot" in done.stderr

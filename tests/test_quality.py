@@ -94,6 +94,14 @@ def test_the_command_prints_a_table_writes_its_files_and_ends_with_a_json_list(
     assert (tmp_path / "out/quality.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_exact_model_alone_has_no_picture(checkpoint, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("Nothing to compare. " * 4, encoding="utf-8")
+    quality.main(quality.Args(("exact",), checkpoint, (str(text),), tokens=32, tp=1, out=tmp_path / "out"))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["kl_mean"] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["quality.json", "quality.md"]
+
+
 def test_decoding_the_exact_model_token_by_token_gives_the_logits_of_all_positions_at_once(checkpoint):
     mesh = mesh_of(model=3)
     model = weights.load(checkpoint, mesh, dtype=jnp.float32)
@@ -116,12 +124,16 @@ def test_a_configuration_that_has_no_meaning_is_refused_with_what_is_allowed(nam
         ({"tokens": 8, "decode": 8}, "decode less than it; found 8 and 8"),
         ({"text": ("nowhere.txt",)}, "text must be 'speech', 'code' or an existing file, found 'nowhere.txt'"),
         ({"text": ("short",)}, "text must have more than 64 tokens, found 5"),
+        ({"text": ("latin",)}, "text must be UTF-8, found 'latin'"),
+        ({"text": ()}, "text must hold at least one, found none"),
+        ({"configs": ()}, "configs must hold at least one, found none"),
         ({"tp": 0}, "tp must be at least 1, found 0"),
     ],
 )
 def test_arguments_that_cannot_be_measured_are_refused(checkpoint, tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("short")
+    Path("latin").write_bytes("größer".encode("latin-1"))
     args = quality.Args(("exact",), checkpoint, ("short",), tokens=64, tp=1)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         quality.main(dataclasses.replace(args, **changes))

@@ -563,6 +563,12 @@ def test_every_dense_qwen3_has_its_number_of_parameters_and_divides_over_eight_r
     assert found.num_params() == params
 
 
+def test_a_mesh_without_the_models_axis_is_named_and_a_path_may_be_text(folder: Path):
+    with pytest.raises(ValueError, match=r"mesh must have the axis 'model' of comm, found \('tp',\)"):
+        weights.load(folder, mesh_of(tp=2))
+    assert_same_bits(weights.load(str(folder), mesh_of(model=1)).params, load(folder).params)  # type: ignore[arg-type]
+
+
 def test_layers_beyond_the_file_are_refused_before_anything_is_made_for_them(folder: Path):
     change(folder / "config.json", {"num_hidden_layers": 2**31 - 1})
     with pytest.raises(ValueError, match=f"{folder} has 25 tensors, too few for 2147483647 layers"):

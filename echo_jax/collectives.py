@@ -178,10 +178,7 @@ def flush_grad(
 def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: EchoConfig, name: str) -> Any:
     """Check all arguments before anything is sent, then run `call(leaf, state, layout)` on every leaf."""
     with _labelled_errors(name):
-        check_config(config)
-        if config.feedback != (state is not None):
-            wanted = "the state from init_state" if config.feedback else "None"
-            raise ValueError(f"state must be {wanted} with feedback={config.feedback}, found {type(state).__name__}")
+        _check_given(state, config)
         leaves = pair_leaves(x, state)
         for path, leaf, _ in leaves:
             check_dtype(leaf, path)
@@ -199,6 +196,13 @@ def _for_each_leaf(call: Any, x: Any, axis_name: AxisName, state: Any, config: E
     structure = jax.tree.structure(x)
     y = jax.tree.unflatten(structure, [leaf for leaf, _ in results])
     return y, None if state is None else jax.tree.unflatten(structure, [leaf_state for _, leaf_state in results])
+
+
+def _check_given(state: Any, config: EchoConfig) -> None:
+    check_config(config)
+    if config.feedback != (state is not None):
+        wanted = "the state from init_state" if config.feedback else "None"
+        raise ValueError(f"state must be {wanted} with feedback={config.feedback}, found {type(state).__name__}")
 
 
 @contextlib.contextmanager
@@ -322,14 +326,13 @@ def _flush_rows(
     y: Any, axis_name: AxisName, state: Any, config: EchoConfig, rows: jax.Array, name: str
 ) -> tuple[jax.Array, EchoState | None]:
     with _labelled_errors(name):
-        check_config(config)
+        _check_given(state, config)
         check_dtype(y, argument="y")
         ranks = axes.axis_size(axis_name)
-        if config.feedback != (state is not None) or not (state is None or is_state(state)):
-            wanted = "the state from init_state" if config.feedback else "None"
-            raise ValueError(f"state must be {wanted} with feedback={config.feedback}, found {type(state).__name__}")
         if state is None:
             return y, None
+        if not is_state(state):
+            raise TypeError(f"state must be the EchoState of one array, found {type(state).__name__}")
         layout = Layout.of(state.layout.shape, axis_name, ranks, config)
         _check_layout(jax.ShapeDtypeStruct(layout.shape, y.dtype), (), state, layout)
         if not jnp.issubdtype(rows.dtype, jnp.integer):

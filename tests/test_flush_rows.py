@@ -115,6 +115,15 @@ def test_rows_without_a_state_are_refused_with_feedback():
         on_ranks(lambda y: echo_jax.flush(y, "tp", None, CONFIG, rows=jnp.zeros(1, jnp.int32)), 2)(np.zeros((2, 1, 96)))
 
 
+def test_rows_of_a_pytree_are_refused():
+    def one_rank(x):
+        state = echo_jax.init_state({"a": x}, "tp", CONFIG)
+        return echo_jax.flush(x, "tp", state, CONFIG, rows=jnp.zeros(1, jnp.int32))
+
+    with pytest.raises(TypeError, match="flush: state must be the EchoState of one array, found dict"):
+        on_ranks(one_rank, 2)(np.zeros((2, 1, 96), np.float32))
+
+
 def test_a_gradient_passes_the_settled_rows_as_if_nothing_were_owed():
     def one_rank(x):
         state = echo_jax.init_state(x, "tp", CONFIG)

@@ -41,9 +41,9 @@ from jax.sharding import PartitionSpec as P
 import echo_jax
 from echo_jax import EchoConfig, Streams, wire
 from echo_jax.codecs import CODECS
-from echo_jax.nn import EXACT
+from echo_jax.nn import EXACT, vocab_parallel_cross_entropy
 from models import tokenizer, transformer, weights
-from models.generate import MODEL, make_mesh
+from models.generate import MODEL, likeliest, make_mesh
 from models.transformer import Communication, TransformerConfig
 
 SPEECH = "1941-Roosevelt-1"
@@ -120,23 +120,14 @@ def compare(logits: jax.Array, exact: jax.Array, labels_BS: jax.Array) -> dict[s
     """On one rank, of logits[B, S, V/n]: each token's KL(exact || logits), its loss (nats), and if the top flips."""
     log_q, log_p = _log_softmax(logits), _log_softmax(exact)
     divergence = lax.psum((jnp.exp(log_p) * (log_p - log_q)).sum(-1), MODEL)
-    local = labels_BS - lax.axis_index(MODEL) * logits.shape[-1]
-    mine = (local >= 0) & (local < logits.shape[-1])
-    picked = jnp.take_along_axis(log_q, jnp.where(mine, local, 0)[..., None], axis=-1)[..., 0]
-    loss = lax.psum(jnp.where(mine, -picked, 0.0), MODEL)
-    return {"kl": divergence, "loss": loss, "flip": _likeliest(logits) != _likeliest(exact)}
+    loss = vocab_parallel_cross_entropy(logits, labels_BS, MODEL)
+    return {"kl": divergence, "loss": loss, "flip": likeliest(logits, MODEL) != likeliest(exact, MODEL)}
 
 
 def _log_softmax(logits: jax.Array) -> jax.Array:
     logits = logits.astype(jnp.float32)
     logits = logits - lax.pmax(logits.max(-1), MODEL)[..., None]
     return logits - jnp.log(lax.psum(jnp.exp(logits).sum(-1), MODEL))[..., None]
-
-
-def _likeliest(logits: jax.Array) -> jax.Array:
-    largest = lax.pmax(logits.max(-1), MODEL)
-    token = logits.argmax(-1) + lax.axis_index(MODEL) * logits.shape[-1]
-    return lax.pmin(jnp.where(logits.max(-1) == largest, token, jnp.iinfo(jnp.int32).max), MODEL)
 
 
 class Benchmark:

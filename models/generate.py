@@ -72,13 +72,7 @@ def choose(logits_BV: jax.Array, key: jax.Array, positions_B: jax.Array, samplin
     """
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.temperature == 0:
-        # One pair a row and rank: the largest logit and its token. Equal logits go to the first token.
-        index_B = jnp.argmax(logits_BV, axis=-1)
-        largest_B = jnp.take_along_axis(logits_BV, index_B[:, None], axis=-1)[:, 0]
-        token_B = index_B.astype(jnp.int32) + lax.axis_index(axis) * logits_BV.shape[-1]
-        pairs = all_gather(jnp.stack([lax.bitcast_convert_type(largest_B, jnp.int32), token_B]), axis)
-        winner_B = jnp.argmax(lax.bitcast_convert_type(pairs[:, 0], jnp.float32), axis=0)
-        return jnp.take_along_axis(pairs[:, 1], winner_B[None], axis=0)[0]
+        return likeliest(logits_BV, axis)
     parts = all_gather(logits_BV, axis)
     logits_BV = parts.swapaxes(0, 1).reshape(len(positions_B), -1) / sampling.temperature
     order_BV = jnp.argsort(-logits_BV, axis=-1)
@@ -91,6 +85,18 @@ def choose(logits_BV: jax.Array, key: jax.Array, positions_B: jax.Array, samplin
     keys = jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))
     drawn_B = jax.vmap(jax.random.categorical)(keys(rows_B, positions_B), logits_BV)
     return jnp.take_along_axis(order_BV, drawn_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def likeliest(logits: jax.Array, axis: str) -> jax.Array:
+    """This rank's part of the logits [..., V/n] -> int32[...], the token of the largest, the first one of equals."""
+    logits = logits.astype(jnp.float32)
+    index = jnp.argmax(logits, axis=-1)
+    largest = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
+    token = index.astype(jnp.int32) + lax.axis_index(axis) * logits.shape[-1]
+    # One collective: a pair of 32-bit numbers a row and rank.
+    pairs = all_gather(jnp.stack([lax.bitcast_convert_type(largest, jnp.int32), token]), axis)
+    winner = jnp.argmax(lax.bitcast_convert_type(pairs[:, 0], jnp.float32), axis=0)
+    return jnp.take_along_axis(pairs[:, 1], winner[None], axis=0)[0]
 
 
 class Generator:

@@ -4,18 +4,21 @@
     python train.py --preset tiny --comm exact                     # lax.psum
     python train.py --preset tiny --compare                        # both, one after the other
     python train.py --model PATH --data notes.txt --lora-rank 8    # fine-tune a published checkpoint
+    srun python train.py --preset qwen3-8b --mesh data=8,model=8   # one process a host or GPU (see models/processes.py)
 
 Stop it at any step, start it again with the same command, and it goes on: the parameters at the end are those of a run
 that was never stopped, bit for bit. The last line that it prints is one JSON object.
 
-Communication of a step: over `model` what `models/transformer.py` lists; over `data` the float32 sums of the gradients,
-of which --dp-comm echo codes the large ones.
+Communication of a step: over `model` what `models/transformer.py` lists, once for every part of an accumulated batch;
+over `data` the float32 sums of the gradients, of which --dp-comm echo codes the large ones. In a run of several
+processes each reads its own rows of every batch, all write checkpoints, and process 0 the metrics.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import json
 import shutil
 import signal
@@ -33,7 +36,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import tyro
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -42,10 +44,12 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 import echo_jax
-from echo_jax import EchoConfig, Streams, checkpoint, wire
+from echo_jax import EchoConfig, Streams, axes, wire
 from echo_jax.nn import EXACT
-from models import lora, text, tokenizer, transformer, weights
+from models import lora, processes, text, tokenizer, transformer, weights
+from models.checkpoints import Checkpoints
 from models.devices import take_devices
+from models.processes import ProcessArgs, StopSignal
 from models.transformer import Communication, TransformerConfig
 from models.weights import Model
 
@@ -99,7 +103,7 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(ProcessArgs):
     """Train a transformer with compensated 4-bit tensor-parallel sums."""
 
     preset: Literal["tiny", "small", "qwen3-0.6b", "qwen3-8b"] = "tiny"
@@ -110,8 +114,9 @@ class Args:
     """Train low-rank updates of the model's projections and nothing else (LoRA); 0 trains all parameters."""
     comm: Literal["echo", "exact"] = "echo"
     """How partial results are summed over the model axis."""
-    dp_comm: Literal["echo", "exact"] = "exact"
-    """How gradients are summed over the data axis; what is owed stays in the optimizer's state."""
+    dp_comm: Literal["echo", "plain", "exact"] = "exact"
+    """How gradients are summed over the data axis. With echo what is owed stays in the optimizer's state; plain codes
+    without feedback, for comparison."""
     end: Literal["settle", "carry", "drop"] = "settle"
     """What happens to the last error of a step's streams (carry and drop are for comparison)."""
     mesh: str = "data=2,model=4"
@@ -119,6 +124,10 @@ class Args:
     """Optimizer steps; by default the preset's. The learning rate depends on it: a run goes on with its own number."""
     batch: int | None = None
     """Windows a step, over all data ranks; by default the preset's."""
+    accumulate: int = 1
+    """Parts that a rank's share of the batch is cut into: activations are held, and coded sums made, of one part."""
+    skip_nonfinite: bool = False
+    """Skip steps whose summed gradient holds a NaN or an infinity, on all ranks, without a trace in what is owed."""
     sequence: int | None = None
     """Tokens a window; by default the preset's."""
     learning_rate: float | None = None
@@ -133,6 +142,8 @@ class Args:
     eval_every: int = 100
     eval_batches: int = 8
     save_every: int = 50
+    fall_back: bool = False
+    """Go on from the newest good checkpoint where newer ones are damaged, and move those aside."""
     log_every: int = 10
     compare: bool = False
     """Also train with --comm exact, and print both losses."""
@@ -149,20 +160,36 @@ class Args:
 
 def main(args: Args) -> None:
     check(args)
-    mesh = make_mesh(args.mesh)
-    stop = StopSignal()
-    result = train(args, mesh, stop)
-    if args.compare:
-        exact_dir = None if args.workdir is None else args.workdir / "exact"
-        exact = train(dataclasses.replace(args, comm="exact", dp_comm="exact", workdir=exact_dir), mesh, stop)
-        print(f"\n{'sum':8}{'loss':>10}{'val_loss':>10}{'bits/value':>12}{'MB a step':>11}")
-        for name, row in (("echo", result), ("exact", exact)):
-            megabytes = row["bytes_sent"] / row["steps"] / 1e6
-            print(f"{name:8}{row['loss']:10.4f}{row['val_loss']:10.4f}{row['bits_effective']:12.2f}{megabytes:11.2f}")
-        change = 100 * (result["val_loss"] / exact["val_loss"] - 1)
-        print(f"echo's validation loss differs from exact's by {change:+.2f} %\n")
-        result = {**result, "exact": exact}
-    print(json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None)))  # JSON has no NaN: null
+    processes.join(args)
+    with processes.ending_together():
+        processes.check_started_alike(args)
+        mesh = make_mesh(args.mesh)
+        stop = StopSignal()
+        result = train(args, mesh, stop)
+        if args.compare:
+            exact_dir = None if args.workdir is None else args.workdir / "exact"
+            exact = train(dataclasses.replace(args, comm="exact", dp_comm="exact", workdir=exact_dir), mesh, stop)
+            say(compared(result, exact))
+            result = {**result, "exact": exact}
+    if processes.index() == 0:
+        print(json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None)))  # JSON has no NaN: null
+
+
+def compared(echo: dict[str, Any], exact: dict[str, Any]) -> str:
+    lines = [f"\n{'sum':8}{'loss':>10}{'val_loss':>10}{'bits/value':>12}{'MB a step':>11}"]
+    for name, row in (("echo", echo), ("exact", exact)):
+        megabytes = row["bytes_sent"] / row["steps"] / 1e6
+        lines.append(
+            f"{name:8}{row['loss']:10.4f}{row['val_loss']:10.4f}{row['bits_effective']:12.2f}{megabytes:11.2f}"
+        )
+    change = 100 * (echo["val_loss"] / exact["val_loss"] - 1)
+    return "\n".join([*lines, f"echo's validation loss differs from exact's by {change:+.2f} %\n"])
+
+
+def say(message: str) -> None:
+    """To the user, once and not by every process."""
+    if processes.index() == 0:
+        tqdm.write(message)
 
 
 def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
@@ -173,40 +200,46 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
     """
     preset = preset_of(args)
     steps = preset.steps
-    sums = f"{args.comm}-dp-{args.dp_comm}" if args.dp_comm == "echo" else args.comm
+    sums = args.comm if args.dp_comm == "exact" else f"{args.comm}-dp-{args.dp_comm}"
     workdir = args.workdir or Path("runs") / f"{name_of(args)}-{sums}-{args.end}-{args.seed}"
 
     corpus = text.load_corpus(args.data, args.tokenizer if args.model is None else tokenizer.load(args.model))
+    processes.check_alike({"data": sample_digest(corpus)})
     model = read_model(args, corpus, mesh)
     config = model.config
-    train_iterator = iter(text.batches(corpus.train, preset.batch, preset.sequence, args.seed))
-    validation = text.batches(corpus.validation, preset.batch, preset.sequence, None)
     optimizer = make_optimizer(preset, args)
-    program = Program(config, optimizer, mesh, preset.batch, preset.sequence, drop=args.end == "drop")
+    program = Program(
+        config, optimizer, mesh, preset.batch, preset.sequence, accumulate=args.accumulate, drop=args.end == "drop"
+    )
+    train_iterator = iter(text.batches(corpus.train, preset.batch, preset.sequence, args.seed, program.rows))
+    validation = text.batches(corpus.validation, preset.batch, preset.sequence, None, program.rows)
 
-    claim_workdir(workdir, args)  # not before all arguments are known to be good
+    with processes.first_alone() as writes:  # not before all arguments are known to be good
+        if writes:
+            claim_workdir(workdir, args)
     params, base = init_params(args, model, mesh)
     state, streams = program.init(params)
-    manager = ocp.CheckpointManager(
-        workdir.absolute() / "checkpoints",
-        options=ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=True),
-    )
     configs = Streams(config.comm.forward, config.comm.backward)
+    checkpoints = Checkpoints(workdir / "checkpoints", configs, fall_back=args.fall_back)
     bytes_sent = 0.0  # by all steps so far: ECHO_JAX_ALGORITHM may have been another in earlier ones
-    if (latest := manager.latest_step()) is not None:
-        state, streams, progress = restore(manager, latest, state, streams)
+    if checkpoints.newest is not None:
+        state, streams, progress = checkpoints.restore(state, streams)
         train_iterator.set_state(progress["data"])
         bytes_sent = progress["bytes_sent"]
-        tqdm.write(f"going on from step {latest} in {workdir}")
+        say(f"going on from step {checkpoints.newest} in {workdir}")
     step = start = saved = int(state["step"])
 
-    sent, of_16bit = count_collectives(program, args, state, streams, base)
-    bytes_a_step, bytes_a_step_16bit = (sum(c.bytes_sent for c in found) for found in (sent, of_16bit))
+    sent, of_16bit, of_gradients = count_collectives(program, args, state, streams, base)
+    bytes_a_step, bytes_a_step_16bit, bytes_a_step_dp = (
+        sum(c.bytes_sent for c in found) for found in (sent, of_16bit, of_gradients)
+    )
     trained = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
-    tqdm.write(
+    held = memory_of_a_rank(state, streams, base)
+    say(
         f"{args.comm}: {config.num_params():,} parameters{f', {trained:,} of them trained' if base else ''}, "
-        f"{bytes_a_step / 1e6:.2f} MB a step and rank over {MODEL!r} "
-        f"(16-bit sums: {bytes_a_step_16bit / 1e6:.2f} MB)"
+        f"{bytes_a_step / 1e6:.2f} MB a step and rank over {MODEL!r} (16-bit sums: {bytes_a_step_16bit / 1e6:.2f} MB), "
+        f"{bytes_a_step_dp / 1e6:.2f} MB over {DATA!r}. A rank holds, in MB: "
+        + ", ".join(f"{name} {size / 1e6:.2f}" for name, size in held.items())
     )
     metrics = Metrics(workdir, start)
     measured_from = time.perf_counter()
@@ -217,8 +250,10 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
             return 0.0
         return (step - start - 1) * preset.batch * preset.sequence / (time.perf_counter() - measured_from)
 
-    bar = tqdm(total=steps, initial=start, desc=args.comm, unit="step", dynamic_ncols=True)
+    first = processes.index() == 0
+    bar = tqdm(total=steps, initial=start, desc=args.comm, unit="step", dynamic_ncols=True, disable=not first)
     while True:
+        stop.before(step)
         due = step == steps or (step > 0 and step % args.eval_every == 0)
         if due and not metrics.has(step, "val_loss"):
             began = time.perf_counter()
@@ -228,7 +263,7 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
             measured_from += time.perf_counter() - began
         if step == steps or stop.received:
             break
-        state, streams, row = program.train_step(state, streams, base, next(train_iterator))
+        state, streams, row = program.train_step(state, streams, base, program.place(next(train_iterator)))
         step += 1
         bytes_sent += bytes_a_step
         if step == start + 1:
@@ -245,15 +280,15 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
             )
         bar.update()
         if step % args.save_every == 0 or step == steps:
-            save(manager, step, state, streams, configs, train_iterator, bytes_sent)
+            checkpoints.save(step, state, streams, {"data": train_iterator.get_state(), "bytes_sent": bytes_sent})
             saved = step
     speed = tokens_per_s()
     bar.close()
     if step > saved:
-        save(manager, step, state, streams, configs, train_iterator, bytes_sent)
-    manager.close()  # waits until the last checkpoint is whole
+        checkpoints.save(step, state, streams, {"data": train_iterator.get_state(), "bytes_sent": bytes_sent})
+    checkpoints.close()
     if stop.received and not metrics.has(steps, "val_loss"):
-        tqdm.write(f"stopped by {stop.received.name} at step {step}; the same command goes on from there")
+        say(f"stopped by {stop.received.name} at step {step}; the same command goes on from there")
         sys.exit(128 + stop.received)
     if args.model is not None:
         export(workdir / "model", dataclasses.replace(model, params=lora.join(state["params"], base)), args.model)
@@ -265,12 +300,14 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
         "bits_effective": wire.bits_effective(bytes_sent / steps, of_16bit),
         "bytes_sent": int(bytes_sent),
         "bytes_16bit": int(bytes_a_step_16bit * steps),
+        "dp_bytes_a_step": int(bytes_a_step_dp),
+        "held_by_a_rank": held,
     }
 
 
 def check(args: Args) -> None:
     """ValueError for numbers that no run can have, and for a comparison of a run with itself."""
-    for name in ("steps", "batch", "sequence", "eval_every", "eval_batches", "save_every", "log_every"):
+    for name in ("steps", "batch", "accumulate", "sequence", "eval_every", "eval_batches", "save_every", "log_every"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}")
@@ -354,10 +391,11 @@ class Program:
         batch: int,
         sequence: int,
         *,
-        drop: bool,
+        accumulate: int = 1,
+        drop: bool = False,
     ):
         self.config, self.optimizer, self.mesh, self.batch, self.sequence = config, optimizer, mesh, batch, sequence
-        self._drop = drop
+        self.accumulate, self.drop = accumulate, drop
         ranks = mesh.shape[MODEL]
         try:
             config.check_ranks(ranks)
@@ -365,6 +403,10 @@ class Program:
             raise ValueError(f"mesh must have a model axis that divides the model, found {ranks}: {error}") from error
         if batch % mesh.shape[DATA]:
             raise ValueError(f"mesh must have a data axis that divides the batch of {batch}, found {mesh.shape[DATA]}")
+        if batch // mesh.shape[DATA] % accumulate:
+            raise ValueError(
+                f"accumulate must divide the {batch // mesh.shape[DATA]} windows of a data rank, found {accumulate}"
+            )
         param_specs, base_specs = self._split(transformer.param_specs(config, ranks))
         abstract_params, _ = self._split(transformer.abstract_params(config, ranks))
         self.state_specs = {
@@ -390,16 +432,28 @@ class Program:
         """(what is trained, base)."""
         return lora.split(params) if self.config.lora_rank else (params, {})
 
+    @property
+    def rows(self) -> slice:
+        """Of every batch, those of this process."""
+        parts = NamedSharding(self.mesh, P(DATA)).addressable_devices_indices_map((self.batch,)).values()
+        bounds = [part[0].indices(self.batch) for part in parts if part is not None]
+        return slice(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
+
+    def place(self, windows: np.ndarray) -> jax.Array:
+        """This process's rows of a batch -> its part of the whole."""
+        shape = (self.batch, self.sequence + 1)
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, P(DATA)), windows, shape)
+
     def init(self, params: Any) -> tuple[dict[str, Any], Streams]:
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
         in_specs, out_specs = (self.state_specs["params"],), self.state_specs["optimizer"]
         init = jax.shard_map(self.optimizer.init, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         state = {
             "params": params,
             "optimizer": jax.jit(init)(params),
-            "step": jax.device_put(jnp.zeros((), jnp.int32), shardings["step"]),
+            "step": jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=NamedSharding(self.mesh, P()))(),
         }
-        return state, transformer.init_streams(self.config, self.batch, self.sequence, self.mesh, P(DATA))
+        batch = self.batch // self.accumulate
+        return state, transformer.init_streams(self.config, batch, self.sequence, self.mesh, P(DATA))
 
     def _train_step(
         self, state: dict[str, Any], streams: Streams, base: Any, windows_BS1: jax.Array
@@ -407,10 +461,27 @@ class Program:
         # Local to a data rank, so that gradients stay local until the optimizer sums them.
         params = jax.tree.map(lambda p: lax.pcast(p, DATA, to="varying"), state["params"])
 
-        def loss_fn(params: Any, streams: Streams) -> Any:
-            return transformer.mean_loss(self.config, lora.join(params, base), streams, windows_BS1)
+        def loss_fn(params: Any, streams: Streams, windows: jax.Array) -> Any:
+            return transformer.mean_loss(self.config, lora.join(params, base), streams, windows)
 
-        (loss, stats), grads, streams = echo_jax.value_and_grad(loss_fn, has_aux=True)(params, streams)
+        def gradient(streams: Streams, windows: jax.Array) -> Any:
+            (loss, stats), grads, streams = echo_jax.value_and_grad(loss_fn, has_aux=True)(params, streams, windows)
+            return streams, (loss, stats, grads)
+
+        def add_part(carry: Any, windows: jax.Array) -> Any:
+            streams, total = carry
+            streams, part = gradient(streams, windows)
+            return (streams, jax.tree.map(jnp.add, total, part)), None
+
+        # One part after the other; the data ranks' sums come after the last.
+        parts = windows_BS1.reshape(self.accumulate, -1, windows_BS1.shape[-1])
+        if self.accumulate == 1:
+            streams, total = gradient(streams, parts[0])
+        else:
+            _, of_a_part = jax.eval_shape(gradient, streams, parts[0])
+            zeros = jax.tree.map(lambda t: axes.zeros_varying(t.shape, t.dtype, t.manual_axis_type.varying), of_a_part)
+            (streams, total), _ = lax.scan(add_part, (streams, zeros), parts)
+        loss, stats, grads = jax.tree.map(lambda t: t / self.accumulate, total)
         loss = lax.pmean(loss, DATA)
         updates, optimizer_state = self.optimizer.update(grads, state["optimizer"], state["params"])
         state = {
@@ -418,10 +489,15 @@ class Program:
             "optimizer": optimizer_state,
             "step": state["step"] + 1,
         }
-        if self._drop:
+        if self.drop:
             streams = jax.tree.map(jnp.zeros_like, streams)
-        norm = optax.tree.get(optimizer_state, "norm")
-        logged = {"loss": loss, "gradient_norm": norm, **{f"residual/{key}": value for key, value in stats.items()}}
+        logged = {
+            "loss": loss,
+            "gradient_norm": optax.tree.get(optimizer_state, "norm"),
+            **{f"residual/{key}": value for key, value in stats.items()},
+        }
+        if (skipped := optax.tree.get(optimizer_state, "skipped")) is not None:
+            logged["skipped_steps"] = skipped
         return state, streams, logged
 
     def _eval_step(self, params: Any, base: Any, windows_BS1: jax.Array) -> jax.Array:
@@ -451,17 +527,19 @@ def coded_sum(args: Args) -> EchoConfig:
 
 def make_optimizer(preset: Preset, args: Args) -> optax.GradientTransformation:
     """From one rank's gradients to the update: their mean over the data ranks, one clip, AdamW."""
-    data_sum = coded_sum(args) if args.dp_comm == "echo" else EXACT
+    data_sum = EXACT if args.dp_comm == "exact" else coded_sum(args)
+    data_sum = dataclasses.replace(data_sum, feedback=args.dp_comm == "echo")
     warmup = min(2_000, preset.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, preset.learning_rate, warmup, max(preset.steps, warmup + 1), preset.learning_rate / 10
     )
     kernels = lambda params: jax.tree.map(lambda p: p.ndim > 2, params)  # noqa: E731
-    return optax.chain(
+    optimizer = optax.chain(
         echo_jax.compensated_psum(DATA, data_sum),
         echo_jax.clip_by_global_norm(MAX_GRADIENT_NORM),
         optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=kernels),
     )
+    return echo_jax.skip_nonfinite(optimizer) if args.skip_nonfinite else optimizer
 
 
 def evaluate(
@@ -470,55 +548,58 @@ def evaluate(
     """Mean loss over the first batches of the validation text, the same ones every time; None if a signal came."""
     windows, losses = iter(validation), []
     while len(losses) < batches and not stop.received:
-        losses.append(float(program.eval_step(state["params"], base, next(windows))))
+        losses.append(float(program.eval_step(state["params"], base, program.place(next(windows)))))
     return float(np.mean(losses)) if len(losses) == batches else None
 
 
 def count_collectives(
     program: Program, args: Args, state: Any, streams: Streams, base: Any
-) -> tuple[list[Any], list[Any]]:
-    """What a step sends over the model axis, and what it would with 16-bit sums: read off both traced programs."""
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What a step sends over the model axis, what it would with 16-bit sums, and what it sends over the data axis.
+
+    Read off the traced programs.
+    """
     windows = jax.ShapeDtypeStruct((program.batch, program.sequence + 1), jnp.int32)
-    sent = wire.over_axis(wire.collectives(program.train_step, state, streams, base, windows), MODEL)
+    everything = wire.collectives(program.train_step, state, streams, base, windows)
+    sent, of_gradients = (wire.over_axis(everything, axis) for axis in (MODEL, DATA))
     if program.config.lora_rank:  # what it settles is the gradient of the embedding: the compiler drops it
         sent = [c for c in sent if "flush_grad" not in c.name]
     if args.comm == "exact":
-        return sent, sent
+        return sent, sent, of_gradients
     config = dataclasses.replace(program.config, comm=communication(args, "exact"))
-    exact = Program(config, program.optimizer, program.mesh, program.batch, program.sequence, drop=False)
-    none = Streams(None, None)
-    return sent, wire.over_axis(wire.collectives(exact.train_step, state, none, base, windows), MODEL)
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def save(
-    manager: ocp.CheckpointManager,
-    step: int,
-    state: Any,
-    streams: Streams,
-    configs: Streams,
-    iterator: Any,
-    bytes_sent: float,
-) -> None:
-    args = ocp.args.Composite(
-        state=ocp.args.StandardSave(state),
-        progress=ocp.args.JsonSave({"data": iterator.get_state(), "bytes_sent": bytes_sent}),
-        **checkpoint.save_args(streams, configs),
+    exact = Program(
+        config, program.optimizer, program.mesh, program.batch, program.sequence, accumulate=program.accumulate
     )
-    manager.save(step, args=args)
+    none = Streams(None, None)
+    of_16bit = wire.over_axis(wire.collectives(exact.train_step, state, none, base, windows), MODEL)
+    return sent, of_16bit, of_gradients
 
 
-def restore(
-    manager: ocp.CheckpointManager, step: int, state: Any, streams: Streams
-) -> tuple[Any, Streams, dict[str, Any]]:
-    """(state, streams, progress) of the checkpoint of a step, in the places of those given."""
-    streams = checkpoint.restore(manager, step, streams)
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(like), progress=ocp.args.JsonRestore())
-    restored = manager.restore(step, args=args)
-    return restored["state"], streams, restored["progress"]
+def memory_of_a_rank(state: Any, streams: Streams, base: Any) -> dict[str, int]:
+    """Bytes of what stays between steps on the first of this process's devices."""
+
+    def held(tree: Any) -> int:
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    is_state = lambda node: isinstance(node, echo_jax.EchoState)  # noqa: E731
+    owed = [node for node in jax.tree.leaves(state["optimizer"], is_leaf=is_state) if is_state(node)]
+    return {
+        "parameters": held(state["params"]) + held(base),
+        "optimizer": held(state["optimizer"]) - held(owed),
+        "gradients_owe": held(owed),
+        "activations_owe": held(streams),
+    }
+
+
+def sample_digest(corpus: text.Corpus) -> str:
+    """Of a million of its tokens."""
+    digest = hashlib.sha256()
+    for tokens in (corpus.train, corpus.validation):
+        digest.update(f"{tokens.dtype}{len(tokens)}".encode() + tokens[:: len(tokens) // 1_000_000 + 1].tobytes())
+    return digest.hexdigest()[:16]
+
+
+# --- files of a run --------------------------------------------------------------------------------------------------
 
 
 def export(path: Path, model: Model, source: Path) -> None:
@@ -526,21 +607,26 @@ def export(path: Path, model: Model, source: Path) -> None:
 
     If it is there it is left: it was written by a run of the same arguments.
     """
-    if path.exists():
+    if processes.from_first(str(path.exists())) == "True":
         return
     unfinished = path.with_name(path.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     folder = unfinished / path.name
+    with processes.first_alone() as writes:
+        if writes:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     weights.save(folder, lora.merge(model))
-    tokenizer.copy_files(source, folder)
-    folder.rename(path)
-    unfinished.rmdir()
-    tqdm.write(f"the tuned model is in {path}")
+    with processes.first_alone() as writes:
+        if writes:
+            tokenizer.copy_files(source, folder)
+            folder.rename(path)
+            unfinished.rmdir()
+    say(f"the tuned model is in {path}")
 
 
 def claim_workdir(workdir: Path, args: Args) -> None:
     """Refuse to go on with a run that other arguments started."""
-    free = {"workdir", "compare", "eval_every", "eval_batches", "save_every", "log_every"}
+    free = {"workdir", "compare", "eval_every", "eval_batches", "save_every", "fall_back", "log_every"}
+    free |= {field.name for field in dataclasses.fields(ProcessArgs)}
     preset = preset_of(args)
     of_preset = {name: getattr(preset, name) for name in ("steps", "batch", "sequence", "learning_rate")}
     given = {**vars(args), **of_preset}
@@ -567,46 +653,43 @@ def replace_file(path: Path, content: str) -> None:
     temporary.replace(path)
 
 
-class StopSignal:
-    """Remembers SIGTERM or SIGINT, so that the loop can save before it stops. More of them change nothing."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _frame: Any) -> None:
-        self.received = self.received or signal.Signals(number)
-
-
 # --- metrics and devices ---------------------------------------------------------------------------------------------
 
 
 class Metrics:
-    """One row a log: metrics.csv (step, name, value) and TensorBoard events. Rows after `start` are of a lost run."""
+    """One row a log: metrics.csv (step, name, value) and TensorBoard events. Rows after `start` are of a lost run.
+
+    Process 0 reads and writes the files; all know the values.
+    """
 
     def __init__(self, workdir: Path, start: int):
-        self._path = workdir / "metrics.csv"
-        self._values: dict[tuple[int, str], float] = {}
-        if self._path.exists():
-            with self._path.open(newline="") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if len(row) == 3 and int(row[0]) <= start]
-            self._values = {(int(step), name): float(value) for step, name, value in rows}
-        lines = [f"{step},{name},{value!r}\n" for (step, name), value in self._values.items()]
-        replace_file(self._path, "".join(["step,name,value\n", *lines]))
-        # Events are written anew from the rows: a killed run loses those that its writer's thread still held.
-        shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
-        self._events = SummaryWriter(str(workdir / "tensorboard"))
-        for (step, name), value in self._values.items():
-            self._events.add_scalar(name, value, step)
+        self._path, self._events = workdir / "metrics.csv", None
+        rows: list[Any] = []
+        with processes.first_alone() as writes:
+            if writes:
+                if self._path.exists():
+                    with self._path.open(newline="") as file:
+                        rows = [row for row in list(csv.reader(file))[1:] if len(row) == 3 and int(row[0]) <= start]
+                lines = [f"{step},{name},{float(value)!r}\n" for step, name, value in rows]
+                replace_file(self._path, "".join(["step,name,value\n", *lines]))
+                # Events are written anew from the rows: a killed run loses those that its writer's thread still held.
+                shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
+                self._events = SummaryWriter(str(workdir / "tensorboard"))
+        rows = json.loads(processes.from_first(json.dumps(rows)))
+        self._values = {(int(step), name): float(value) for step, name, value in rows}
+        if self._events is not None:
+            for (step, name), value in self._values.items():
+                self._events.add_scalar(name, value, step)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Rows are on disk when it returns: a checkpoint of this step may follow, and a kill."""
+        self._values.update({(step, name): value for name, value in values.items()})
+        if self._events is None:
+            return
         with self._path.open("a", newline="") as file:
             file.write("".join(f"{step},{name},{value!r}\n" for name, value in values.items()))
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
-            self._values[step, name] = value
         self._events.flush()
 
     def has(self, step: int, name: str) -> bool:

@@ -2,6 +2,7 @@
 
     python -m models.generate --model PATH --prompt "Why is the sky blue?" --tp 3
     python -m models.generate --prompt "One." "And another." --tp 3 --temperature 0.7 --top-p 0.9
+    srun python -m models.generate --model PATH --prompt "..." --tp 16     one process a host or GPU
 
 A prefill reads the prompts, then every decode step gives each of them a token. Both start their compensated streams
 from zero (`models.transformer.prefill`), so that a text depends on nothing that was generated before it.
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,9 @@ from jax.sharding import PartitionSpec as P
 from echo_jax import EchoConfig
 from echo_jax.axes import all_gather
 from echo_jax.nn import EXACT
-from models import tokenizer, transformer, weights
+from models import processes, tokenizer, transformer, weights
 from models.devices import take_devices
+from models.processes import ProcessArgs
 from models.transformer import Cache, Communication
 from models.weights import Model
 
@@ -212,7 +214,7 @@ def _round_up(length: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(ProcessArgs):
     """Generate text with a published model, split over tensor-parallel ranks."""
 
     prompt: list[str]
@@ -248,6 +250,13 @@ class Args:
 
 
 def main(args: Args) -> None:
+    processes.join(args)
+    with processes.ending_together():
+        processes.check_started_alike(args)
+        generate(args)
+
+
+def generate(args: Args) -> None:
     sampling = Sampling(args.temperature, args.top_p)
     mesh = make_mesh(args.tp)
     path = args.model or weights.smollm2()
@@ -274,28 +283,34 @@ def main(args: Args) -> None:
     for row, stream in enumerate(streams):
         texts[row] += _show(stream.flush(), len(prompts) == 1)
     if len(prompts) == 1:
-        print(flush=True)
+        _print("\n")
     else:
         for prompt, text in zip(args.prompt, texts, strict=True):
-            print(f"=== {prompt}\n{text}\n")
+            _print(f"=== {prompt}\n{text}\n\n")
     later = sum(counts) - len(prompts)
     rate = f", then {later / (times[-1] - times[0]):.1f} tokens/s" if later > 0 else ""
     values = len(prompts) * model.config.d_model  # of a sum, a token each
     of_prefill, of_decode = (
         model.config.comm.forward.resolve(values * tokens, args.tp) for tokens in (_round_up(max(map(len, prompts))), 1)
     )
-    print(
+    _print(
         f"{args.comm}, tp {args.tp}: time to first token {1e3 * times[0]:.0f} ms for {sum(map(len, prompts))} tokens"
         f"{rate}; {sum(counts)} tokens in all, stop tokens included. Sums of the prefill: {of_prefill}, of decoding: "
-        f"{of_decode}. Compiled and warmed up in {compiled:.1f} s",
+        f"{of_decode}. Compiled and warmed up in {compiled:.1f} s\n",
         file=sys.stderr,
     )
 
 
 def _show(piece: str, live: bool) -> str:
     if live:
-        print(piece, end="", flush=True)
+        _print(piece)
     return piece
+
+
+def _print(text: str, file: TextIO | None = None) -> None:
+    """Once, not by every process."""
+    if processes.index() == 0:
+        print(text, end="", file=file, flush=True)
 
 
 def encode(words: tokenizer.Tokenizer, prompt: str, args: Args) -> list[int]:

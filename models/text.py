@@ -64,11 +64,16 @@ def load_corpus(data: Path | None, tokenizer: Path | Tokenizer | None) -> Corpus
     return _split(np.concatenate([np.array(of_text, np.uint32) for of_text in ids]), vocab_size)
 
 
-def batches(tokens: np.ndarray, batch: int, length: int, seed: int | None) -> grain.IterDataset:
+def batches(
+    tokens: np.ndarray, batch: int, length: int, seed: int | None, rows: slice = slice(None)
+) -> grain.IterDataset:
     """int32[batch, length + 1] windows, for ever; input and label are a window without its last or first token.
 
     With a seed every pass over the text is shuffled anew; without one windows come in order. The iterator's
-    `get_state` and `set_state` are the data position of a checkpoint.
+    `get_state` and `set_state` are the data position of a checkpoint, equal for all rows.
+
+    Args:
+      rows: of every batch, those to read: a process's share.
     """
     windows = grain.MapDataset.source(_Windows(tokens, length))
     if len(windows) < batch:
@@ -78,9 +83,10 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int | None) -> gr
         )
     if seed is not None:
         windows = windows.seed(seed).shuffle()
+    share = _Rows(windows.repeat(), batch, range(batch)[rows])
     return (
-        windows.repeat()
-        .batch(batch, drop_remainder=True)
+        grain.MapDataset.source(share)
+        .batch(len(share.rows), drop_remainder=True)
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
     )
 
@@ -97,6 +103,22 @@ class _Windows:
     def __getitem__(self, index: int) -> np.ndarray:
         start = index * self._length
         return self._tokens[start : start + self._length + 1].astype(np.int32)
+
+
+class _Rows:
+    """Random access to some rows of every batch of a dataset, one after the other."""
+
+    def __init__(self, windows: grain.MapDataset, batch: int, rows: range):
+        self._windows, self._batch, self.rows = windows, batch, rows
+
+    def __len__(self) -> int:
+        return len(self._windows) // self._batch * len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        number, row = divmod(index, len(self.rows))
+        window = self._windows[number * self._batch + self.rows[row]]
+        assert window is not None  # only a filter drops elements
+        return window
 
 
 def _texts(data: Path | None) -> list[str]:

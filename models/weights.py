@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from models import transformer
+from models import processes, transformer
 from models.gguf_file import open_gguf, read_fields
 from models.transformer import Communication, Params, RopeScaling, TransformerConfig
 
@@ -151,15 +151,16 @@ def save(path: Path, model: Model, *, max_file_bytes: int = 5_000_000_000) -> No
       ValueError: low-rank updates that are not merged.
     """
     path = Path(path).resolve()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"path must be a folder that is empty or does not exist, found {path}")
     if model.config.lora_rank:
         raise ValueError("model must have its low-rank updates merged (models.lora.merge) before it is saved")
     leaves = _leaves(model.config, 1)
-    writes = jax.process_index() == 0
     folder = path.with_name(path.name + ".partial")
+    with processes.first_alone() as writes:
+        if writes:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise FileExistsError(f"path must be a folder that is empty or does not exist, found {path}")
+            folder.mkdir(parents=True)  # a left-over of a run that failed is the user's to look at
     if writes:
-        folder.mkdir(parents=True)  # a left-over of a run that failed is the user's to look at
         published = {**model.published, **_published(model.config, model.published)}
         (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
 

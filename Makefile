@@ -2,6 +2,7 @@
 #
 #   make train        train the tiny preset, compare it with the 16-bit sum (ARGS="--steps 500" for other flags)
 #   make generate     text from SmolLM2 on three ranks, every sum coded (PROMPT="Why is the sky blue?" for another)
+#   make cluster      the same training in N processes, each behind a link of RATE (N=4 RATE=200mbit; ARGS as above)
 #   make quality      what the codes do to SmolLM2's answers
 #   make test         all tests but the soak ones (ARGS="-k wire" to choose)
 #   make test-other   the quick tests on the other end of the supported Pythons: 3.11, or the newest there is
@@ -16,16 +17,22 @@ VENV := .venv
 OTHER := .venv-other
 ARGS ?=
 PROMPT ?= Why does ice float on water?
+N ?= 4
+RATE ?=
 BIN := $(VENV)/bin
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
-.PHONY: train generate quality test test-other soak lint format wheel docs clean
+.PHONY: train generate cluster quality test test-other soak lint format wheel docs clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/python train.py --preset tiny --compare $(ARGS)
 
 generate: $(VENV)/models.stamp $(VENV)/smollm2.stamp
 	$(BIN)/python -m models.generate --prompt "$(PROMPT)" --tp 3 --min-elements 0 $(ARGS)
+
+cluster: $(VENV)/train.stamp
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cluster --processes $(N) $(if $(RATE),--rate $(RATE)) -- \
+	  train.py --preset tiny --workdir runs/cluster-$(N) $(ARGS)
 
 quality: $(VENV)/benchmarks.stamp $(VENV)/smollm2.stamp
 	$(BIN)/python -m benchmarks.quality $(ARGS)

@@ -149,7 +149,7 @@ def test_the_base_has_no_gradient_and_no_optimizer_state():
     assert values <= sum(c.times * math.prod(c.shape) for c in summed) < values + 10
 
     # Nor is what the backward stream owes settled for the embedding: it is compiled away, and not counted.
-    sent, _ = train.count_collectives(program, train.Args(), state, streams, base)
+    sent, _, _ = train.count_collectives(program, train.Args(), state, streams, base)
     compiled = hlo.collectives(program.train_step.lower(state, streams, base, windows).compile())
     for found in (sent, compiled):
         assert any("flush" in c.name for c in found) and not any("flush_grad" in c.name for c in found)

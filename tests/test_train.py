@@ -203,13 +203,13 @@ def uninterrupted(lab: Lab, end: str) -> Path:
 STOPS = {
     "settle": [
         ("SIGTERM evaluate 1 before", 128 + signal.SIGTERM, [4, 5]),  # step 5: saved, its evaluation is still to do
-        ("SIGINT,SIGINT,SIGTERM save 1 before", 128 + signal.SIGINT, [4, 5, 8]),  # more signals change nothing
+        ("SIGINT,SIGINT,SIGTERM Checkpoints.save 1 before", 128 + signal.SIGINT, [4, 5, 8]),  # more signals change nothing
         ("SIGKILL Metrics.write 4 before", -signal.SIGKILL, [4, 5, 8]),  # step 11, lost with 9 and 10
         ("SIGTERM evaluate 2 before", 128 + signal.SIGTERM, [5, 8, 12]),  # all steps done; 1 is step 10's
     ],
     "carry": [
         ("SIGINT Metrics.write 1 before", 128 + signal.SIGINT, [1]),  # the first step, as soon as it is compiled
-        ("SIGKILL save 2 after", -signal.SIGKILL, None),  # while step 8 is being written: it is whole or not there
+        ("SIGKILL Checkpoints.save 2 after", -signal.SIGKILL, None),  # while step 8 is being written: it is whole or not there
         ("SIGTERM,SIGTERM Metrics.write 2 after", 128 + signal.SIGTERM, None),
     ],
 }
@@ -270,6 +270,7 @@ def test_the_last_line_is_one_json_object_and_echo_sends_far_fewer_bits(lab: Lab
     echo = result_of(uninterrupted(lab, "settle"))
     exact = echo.pop("exact")
     keys = ["loss", "val_loss", "steps", "tokens_per_s", "bits_effective", "bytes_sent", "bytes_16bit"]
+    keys += ["dp_bytes_a_step", "held_by_a_rank"]
     assert list(echo) == list(exact) == keys
     assert echo["bits_effective"] < 8
     assert exact["bits_effective"] == pytest.approx(16, rel=0.05)  # the loss's own small sums are float32
@@ -323,11 +324,11 @@ def wait_for_rows(workdir: Path, process: subprocess.Popen[str], rows: int) -> N
 def test_a_checkpoint_goes_on_with_exact_sums_and_with_echo_again(lab: Lab, tmp_path: Path):
     workdir = tmp_path / "run"
     flags = lab.flags(workdir, "carry")
-    first = run(lab, flags, "SIGTERM save 1 after")  # step 4
+    first = run(lab, flags, "SIGTERM Checkpoints.save 1 after")  # step 4
     assert first.code == 128 + signal.SIGTERM, first.stderr
     assert all(np.any(residual) for residual in saved_arrays(workdir)["echo"].values())
 
-    exact = run(lab, flags, "SIGTERM save 1 after", ECHO_JAX_ALGORITHM="exact")  # step 8
+    exact = run(lab, flags, "SIGTERM Checkpoints.save 1 after", ECHO_JAX_ALGORITHM="exact")  # step 8
     assert exact.code == 128 + signal.SIGTERM, exact.stderr
     assert exact.stderr.count("ECHO_JAX_ALGORITHM=exact") == 1
     assert not any(np.any(residual) for residual in saved_arrays(workdir)["echo"].values())  # what was owed is paid
@@ -354,8 +355,8 @@ MOMENTS = [
         "Metrics.write": (1, 4, 5, 6, 13, 15),  # 6 is the evaluation of step 5; 13 that of step 10; 15 the last
         "SummaryWriter.add_scalar": (8,),  # between rows and events
         "evaluate": (1, 3),
-        "save": (1, 2, 3),
-        "ocp.CheckpointManager.close": (1,),
+        "Checkpoints.save": (1, 2, 3),
+        "Checkpoints.close": (1,),
     }.items()
     for call in calls
     for moment in ("before", "after")
@@ -370,7 +371,7 @@ def test_a_signal_at_any_moment_changes_nothing(lab: Lab, tmp_path: Path, moment
     flags = lab.flags(workdir, "carry")
     first = run(lab, flags, f"{name} {moment}")
     over = name == "SIGTERM" and moment in ("evaluate 3 after", "Metrics.write 15 before", "Metrics.write 15 after")
-    over |= name == "SIGTERM" and moment.startswith("ocp.CheckpointManager.close")
+    over |= name == "SIGTERM" and moment.startswith("Checkpoints.close")
     code = -signal.SIGKILL if name == "SIGKILL" else 0 if over else 128 + signal.SIGTERM
     assert first.code == code, first.stderr
     last = run(lab, flags)
@@ -405,7 +406,7 @@ def test_processes_that_compile_anew_have_the_same_bits(lab: Lab, tmp_path: Path
 @pytest.mark.soak
 def test_a_comparison_stopped_in_its_second_run_goes_on_there(lab: Lab, tmp_path: Path):
     flags = [*lab.flags(tmp_path / "run", "settle"), "--compare"]
-    stopped = run(lab, flags, "SIGTERM save 4 before")
+    stopped = run(lab, flags, "SIGTERM Checkpoints.save 4 before")
     assert stopped.code == 128 + signal.SIGTERM, stopped.stderr
     found, wanted = run(lab, flags).result, result_of(uninterrupted(lab, "settle"))
     for result in (found, wanted, found["exact"], wanted["exact"]):
@@ -482,7 +483,7 @@ def test_a_low_rank_run_that_was_stopped_ends_with_the_bits_of_one_never_stopped
         assert ended.code == code, ended.stderr
 
     tune(reference, 0)
-    tune(stopped, 128 + signal.SIGTERM, "SIGTERM save 1 after")  # step 4
+    tune(stopped, 128 + signal.SIGTERM, "SIGTERM Checkpoints.save 1 after")  # step 4
     assert not (stopped / "model").exists()
     (stopped / "model.unfinished" / "model.partial").mkdir(parents=True)  # of a run killed while it wrote the model
     tune(stopped, 0)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 import echo_jax
 from echo_jax import axes
 from echo_jax.config import EchoConfig
+from echo_jax.gradients import Streams
 from echo_jax.layout import Layout
 from echo_jax.state import EchoState, check_config, is_state
 
@@ -79,6 +80,7 @@ def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
     states = _states(like, "like")
     found = _restore_item(manager, step, METADATA_ITEM, ocp.args.JsonRestore())
     _check_versions(found, step)
+    _check_scales(found.get("loss_scales", {}), _loss_scales(like), step)
     if not isinstance(found.get("states"), dict):
         raise ValueError(f"step {step} has no usable {METADATA_ITEM!r}: it lacks 'states', found {sorted(found)}")
     _check_fits(found["states"], {path: _describe(leaf) for path, leaf in states.items()}, step)
@@ -97,7 +99,8 @@ def metadata(state: Any, config: Any) -> dict[str, Any]:
       'configs': the fields of every config, by its path;
       'states': for every EchoState, by its path, 'algorithm' (what its calls run here: never 'auto'), 'layout' (the
         fields of `Layout`, the number of ranks among them) and 'array' (global 'shape', 'dtype' and 'sharded_over':
-        the mesh axes of the leading axis and their sizes, major first; None if its sharding does not tell).
+        the mesh axes of the leading axis and their sizes, major first; None if its sharding does not tell);
+      'loss_scales': that of every Streams, by its path.
 
     Raises:
       TypeError: a leaf of state is not an EchoState, or of config not an EchoConfig. ValueError: config is not a prefix
@@ -127,6 +130,7 @@ def metadata(state: Any, config: Any) -> dict[str, Any]:
         "library_version": echo_jax.__version__,
         "configs": {_name(path): dataclasses.asdict(leaf_config) for path, leaf_config in configs},
         "states": states,
+        "loss_scales": _loss_scales(state),
     }
 
 
@@ -142,6 +146,22 @@ def _states(state: Any, argument: str) -> dict[str, EchoState]:
             where = argument + jax.tree_util.keystr(path)
             raise TypeError(f"{where} must be an EchoState or None, found {type(leaf).__name__}")
     return {_name(path): leaf for path, leaf in leaves}
+
+
+def _loss_scales(state: Any) -> dict[str, Any]:
+    is_streams = lambda node: isinstance(node, Streams)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_streams)
+    return {_name(path): leaf.loss_scale for path, leaf in leaves if is_streams(leaf)}
+
+
+def _check_scales(found: dict[str, Any], here: dict[str, Any], step: int) -> None:
+    """ValueError for streams that would be carried over a change of the loss scale; new ones (None) take any."""
+    for path, scale in here.items():
+        if scale is not None and found.get(path, 1.0) != scale:
+            raise ValueError(
+                f"the checkpoint of step {step} does not fit this program: {path} was saved at loss_scale "
+                f"{found.get(path, 1.0)}, and it is {scale} here"
+            )
 
 
 def _describe(state: EchoState) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from echo_jax import axes
@@ -23,10 +24,13 @@ class Streams:
     Attributes:
       forward: state (an EchoState, a pytree of them, or None) for `echo_psum`: what the activations owe.
       backward: state for `echo_psum_grad`: what their gradients owe.
+      loss_scale: static; what `value_and_grad` multiplied the loss by when this was owed backward. None for new streams
+        that any scale may begin with, 'changing' for those of a traced scale, which no call takes.
     """
 
     forward: Any
     backward: Any
+    loss_scale: float | str | None = dataclasses.field(default=1.0, metadata={"static": True})
 
 
 def init_streams(
@@ -37,20 +41,27 @@ def init_streams(
     *,
     mesh: jax.sharding.Mesh | None = None,
     spec: Any = None,
+    loss_scale: float | None = 1.0,
 ) -> Streams:
     """Zero states for both directions of a stream of activations like x. Arguments as for `init_state`.
 
-    `backward_config` is what `echo_psum_grad` and `flush_grad` are called with; by default `config`.
+    `backward_config` is what `echo_psum_grad` and `flush_grad` are called with; by default `config`. `loss_scale` is
+    that of the `value_and_grad` which the streams go through; None if it is traced.
     """
     backward_config = config if backward_config is None else backward_config
     return Streams(
         init_state(x, axis_name, config, mesh=mesh, spec=spec),
         init_state(x, axis_name, backward_config, mesh=mesh, spec=spec),
+        loss_scale,
     )
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: float | jax.Array = 1.0,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for a loss whose streams carry residuals in both directions.
 
@@ -63,6 +74,11 @@ def value_and_grad(
         returns both.
       argnums: position, or positions, of the arguments to differentiate; not 1, which are the streams.
       has_aux: whether loss_fn returns more.
+      loss_scale: what gradients are multiplied by on their way, so that small ones do not vanish in float16; those
+        returned, and the loss, are not scaled. The backward residual is, and what is owed at one scale is wrong at
+        another: streams that were carried from one are refused. A traced scale may be another one in every call, so it
+        needs streams made for the step (`init_streams(..., loss_scale=None)`), and none takes those that it returns:
+        settle them.
 
     Returns:
       A function of loss_fn's arguments that returns (value, grads, streams): value is the loss, or (loss, aux); both
@@ -70,7 +86,12 @@ def value_and_grad(
 
     Raises:
       TypeError: argnums names the streams, loss_fn does not return Streams of the structure that it was given.
+      ValueError: streams carried over a change of the loss scale; a scale that is not above 0.
     """
+    traced = isinstance(loss_scale, jax.core.Tracer)
+    if not traced and not 0 < float(loss_scale) < float("inf"):
+        raise ValueError(f"loss_scale must be above 0 and finite, found {loss_scale}")
+    scale_after = "changing" if traced else float(loss_scale)
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
     if 1 in positions or any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in positions):
         raise TypeError(f"argnums must be positions from 0 other than 1, which is the streams'; found {argnums!r}")
@@ -80,6 +101,7 @@ def value_and_grad(
             found = type(args[1]).__name__ if len(args) > 1 else "nothing"
             raise TypeError(f"streams, the second argument, must be echo_jax.Streams, found {found}")
         streams = args[1]
+        _check_scale(streams, scale_after)
         if max(positions) >= len(args):
             raise TypeError(f"argnums must be positions of the {len(args)} arguments given, found {argnums!r}")
         for path, leaf in jax.tree_util.tree_leaves_with_path({p: args[p] for p in positions}):
@@ -89,7 +111,7 @@ def value_and_grad(
 
         def run(differentiated: tuple[Any, ...], backward: Any) -> tuple[Any, Any]:
             full = list(args)
-            full[1] = Streams(streams.forward, backward)
+            full[1] = dataclasses.replace(streams, backward=backward)
             for position, value in zip(positions, differentiated, strict=True):
                 full[position] = value
             result = loss_fn(*full, **kwargs)
@@ -103,6 +125,7 @@ def value_and_grad(
                 raise TypeError(
                     f"loss_fn must return echo_jax.Streams beside the loss, found {type(new_streams).__name__}"
                 )
+            new_streams = dataclasses.replace(new_streams, loss_scale=streams.loss_scale)
             given, found = jax.tree.structure(streams), jax.tree.structure(new_streams)
             if given != found:
                 raise TypeError(f"loss_fn must return streams of the structure {given}, found {found}")
@@ -113,10 +136,24 @@ def value_and_grad(
         )
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(f"loss_fn must return a float scalar as its loss, found {loss.dtype}{list(loss.shape)}")
-        seed = axes.match_varying(jnp.ones_like(loss), loss)
+        scale = jnp.asarray(loss_scale, loss.dtype)
+        seed = axes.match_varying(jnp.ones_like(loss) * scale, loss)
         carried = jax.tree.map(axes.match_varying, streams.backward, backward_out)
         grads, backward = transpose((seed, carried))
+        if scale_after != 1.0:
+            grads = jax.tree.map(lambda g: (g / scale).astype(g.dtype), grads)
         value = (loss, aux) if has_aux else loss
-        return value, grads if isinstance(argnums, tuple) else grads[0], Streams(forward, backward)
+        return value, grads if isinstance(argnums, tuple) else grads[0], Streams(forward, backward, scale_after)
 
     return value_and_grad_fn
+
+
+def _check_scale(streams: Streams, scale: float | str) -> None:
+    if streams.backward is None or streams.loss_scale is None or streams.loss_scale == scale != "changing":
+        return
+    made = "a traced loss_scale" if streams.loss_scale == "changing" else f"loss_scale={streams.loss_scale}"
+    wanted = "init_streams(..., loss_scale=None), anew in every step" if scale == "changing" else f"loss_scale={scale}"
+    raise ValueError(
+        f"streams must be of {wanted}; found those of {made}: what they owe backward is of another scale. Settle them "
+        f"with flush_grad and begin with new ones"
+    )

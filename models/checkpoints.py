@@ -169,7 +169,8 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """All but those at the top: orbax's notes on the checkpoint as a whole, which it is still to complete."""
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent != folder)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -142,9 +142,11 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             listed = json.loads((folder / FILES).read_text())
+            if not isinstance(listed, dict) or not listed:
+                raise ValueError("it does not list files")
             names = sorted(listed)[processes.index() :: processes.count()]
             expected = {name: listed[name] for name in names}
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError) as error:
             return f"{FILES} cannot be read ({type(error).__name__}: {error})"
         for name, wanted in expected.items():
             try:

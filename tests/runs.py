@@ -171,6 +171,17 @@ def wait_for_rows(workdir: Path, process: subprocess.Popen[str], rows: int) -> N
     pytest.fail(f"no {rows} rows of metrics: {process.communicate(timeout=30)[1]}")
 
 
+def uninterrupted(lab: Lab, end: str) -> Path:
+    """A run that nothing stopped, and result.json; the one that settles is followed by its --compare run."""
+
+    def make(folder: Path) -> None:
+        ended = run(lab, [*lab.flags(folder, end), *(["--compare"] if end == "settle" else [])])
+        assert ended.code == 0, ended.stderr
+        (folder / "result.json").write_text(ended.stdout.splitlines()[-1])
+
+    return lab.once(f"uninterrupted-{end}", make)
+
+
 # --- runs of several processes ----------------------------------------------------------------------------------------
 
 

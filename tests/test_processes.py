@@ -308,7 +308,7 @@ def test_a_run_of_two_processes_one_killed_at_twenty_random_moments_ends_with_th
     assert comparable(metric_rows(workdir)) == comparable(metric_rows(reference))
 
 
-# --- the launcher ------------------------------------------------------------------------------------------------------
+# --- the launcher -----------------------------------------------------------------------------------------------------
 
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"]
 can_make_namespaces = pytest.mark.skipif(
@@ -321,9 +321,9 @@ can_make_namespaces = pytest.mark.skipif(
 SHOW = """
 import socket, subprocess, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-name = socket.gethostname()
+name, number = socket.gethostname(), flags["--process-id"]
 link = subprocess.run(["tc", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True).stdout.split()
-print(name, socket.gethostbyname(name), socket.gethostbyname("host0"), flags["--process-id"], link[link.index("rate") + 1])
+print(name, socket.gethostbyname(name), socket.gethostbyname("host0"), number, link[link.index("rate") + 1])
 sys.exit(3 * (name == "host2"))
 """
 

@@ -36,6 +36,7 @@ from runs import (
     saved_arrays,
     saved_steps,
     started,
+    uninterrupted,
     wait_for_rows,
 )
 
@@ -43,17 +44,6 @@ ENDS = ("settle", "carry")
 
 
 # --- runs that several tests look at ----------------------------------------------------------------------------------
-
-
-def uninterrupted(lab: Lab, end: str) -> Path:
-    """A run that nothing stopped, and result.json; the one that settles is followed by its --compare run."""
-
-    def make(folder: Path) -> None:
-        ended = run(lab, [*lab.flags(folder, end), *(["--compare"] if end == "settle" else [])])
-        assert ended.code == 0, ended.stderr
-        (folder / "result.json").write_text(ended.stdout.splitlines()[-1])
-
-    return lab.once(f"uninterrupted-{end}", make)
 
 
 # (signals and when; exit code; steps of the whole checkpoints afterwards)

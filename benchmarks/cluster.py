@@ -135,7 +135,9 @@ def _run(hosts: list[str], command: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     status, deadline = 0, None
-    while any(process.poll() is None for process in processes):
+    running = True
+    while running:
+        running = any(process.poll() is None for process in processes)
         for host, process in zip(hosts, processes, strict=True):
             if process.poll() and not status:
                 status, deadline = process.returncode, time.monotonic() + PATIENCE_S
@@ -147,7 +149,6 @@ def _run(hosts: list[str], command: list[str]) -> int:
         time.sleep(0.05)
     for reader in readers:
         reader.join(5)
-    status = status or next((process.returncode for process in processes if process.returncode), 0)
     return 128 - status if status < 0 else status
 
 

@@ -125,9 +125,12 @@ def saved_arrays(workdir: Path) -> dict[str, Any]:
     with ocp.CheckpointManager(workdir / "checkpoints", options=options) as manager:
         step = manager.latest_step()
         names = [name for name in ("state", "echo") if (workdir / "checkpoints" / str(step) / name).exists()]
-        items = ocp.args.Composite(**{name: ocp.args.StandardRestore() for name in names})
+        metadata = manager.item_metadata(step)
+        # As numpy arrays: the devices that saved them may not be here.
+        like = {name: jax.tree.map(lambda a: np.empty(a.shape, a.dtype), metadata[name].tree) for name in names}
+        items = ocp.args.Composite(**{name: ocp.args.StandardRestore(like[name]) for name in names})
         restored = manager.restore(step, args=items)
-    return {name: jax.tree.map(np.asarray, restored[name]) for name in names}
+    return {name: restored[name] for name in names}
 
 
 def metric_rows(workdir: Path) -> list[tuple[int, str, float]]:

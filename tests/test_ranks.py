@@ -79,26 +79,43 @@ def test_a_settled_value_is_equal_on_all_ranks():
 @pytest.mark.quick
 def test_the_result_has_the_same_bits_in_one_process_and_in_two(tmp_path):
     alone = processes.sums(mesh_of(tp=4))
-    for results in _run_processes(2, tmp_path):
+    for results in _run_processes("sums", 2, tmp_path):
         assert set(results) == set(alone)
         for call, y in results.items():
             assert y.shape[0] == 2
             assert_same_bits([y[0], y[1]], [alone[call][0], alone[call][0]])
 
 
-def _run_processes(count: int, folder: Path) -> list[dict[str, np.ndarray]]:
-    """What each of `count` real processes got. Ends within a minute, whatever happens."""
+@pytest.mark.parametrize(
+    ("count", "calls"), [(3, 30), *(pytest.param(n, 1000, marks=pytest.mark.soak) for n in (2, 3, 4, 6))]
+)
+def test_results_of_random_sizes_are_equal_in_all_processes(tmp_path, count, calls):
+    first, *others = _run_processes("calls", count, tmp_path, str(calls), patience=180 + calls)
+    assert len(set(first["digests"])) > 0.9 * calls  # some sums of a few values may be zero
+    for other in others:
+        np.testing.assert_array_equal(other["digests"], first["digests"])
+    sizes = first["elements"]
+    print(f"{count} processes, {calls} calls of {sizes.min()} to {sizes.max()} values: equal in all processes")
+
+
+def _run_processes(
+    what: str, count: int, folder: Path, *more: str, patience: float = 60
+) -> list[dict[str, np.ndarray]]:
+    """What each of `count` real processes got. Ends within `patience` seconds, whatever happens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     outs = [folder / f"{index}.npz" for index in range(count)]
-    commands = [[sys.executable, processes.__file__, str(count), str(i), port, str(out)] for i, out in enumerate(outs)]
+    commands = [
+        [sys.executable, processes.__file__, what, str(count), str(i), port, str(out), *more]
+        for i, out in enumerate(outs)
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     workers = [
         subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         for command in commands
     ]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience
     try:
         for worker in workers:
             _, errors = worker.communicate(timeout=max(1.0, deadline - time.monotonic()))

@@ -120,17 +120,19 @@ def saved_steps(workdir: Path) -> list[int]:
 
 
 def saved_arrays(workdir: Path) -> dict[str, Any]:
-    """All arrays of the newest checkpoint: 'state' (parameters, optimizer, step), 'echo' (residuals; none if exact)."""
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(workdir / "checkpoints", options=options) as manager:
-        step = manager.latest_step()
-        names = [name for name in ("state", "echo") if (workdir / "checkpoints" / str(step) / name).exists()]
-        metadata = manager.item_metadata(step)
-        # As numpy arrays: the devices that saved them may not be here.
-        like = {name: jax.tree.map(lambda a: np.empty(a.shape, a.dtype), metadata[name].tree) for name in names}
-        items = ocp.args.Composite(**{name: ocp.args.StandardRestore(like[name]) for name in names})
-        restored = manager.restore(step, args=items)
-    return {name: restored[name] for name in names}
+    """All arrays of the newest checkpoint: 'state' (parameters, optimizer, step), 'echo' (residuals; none if exact).
+
+    As numpy arrays: the devices that saved them may not be here.
+    """
+    folder, found = workdir / "checkpoints" / str(saved_steps(workdir)[-1]), {}
+    for name in ("state", "echo"):
+        if (folder / name).exists():
+            with ocp.StandardCheckpointer() as checkpointer:
+                saved = checkpointer.metadata(folder / name).item_metadata.tree
+                found[name] = checkpointer.restore(
+                    folder / name, jax.tree.map(lambda a: np.empty(a.shape, a.dtype), saved)
+                )
+    return found
 
 
 def metric_rows(workdir: Path) -> list[tuple[int, str, float]]:

@@ -20,11 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers import assert_same_bits
+import tokenizers
+from helpers import assert_same_bits, mesh_of
 from tensorboardX.proto.event_pb2 import Event
+
+from models import transformer, weights
+from models.transformer import TransformerConfig
+from models.weights import Model
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
@@ -185,6 +191,29 @@ def uninterrupted(lab: Lab, end: str) -> Path:
         (folder / "result.json").write_text(ended.stdout.splitlines()[-1])
 
     return lab.once(f"uninterrupted-{end}", make)
+
+
+def published(lab: Lab) -> Path:
+    """A small random checkpoint in the Hugging Face layout, in bfloat16, whose tokens are the text's words."""
+
+    def make(folder: Path) -> None:
+        words = ["to", "be", "or", "not", "that", "is", "the", "question", "?", "<end>"]
+        encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "?"))
+        encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        config = TransformerConfig(
+            vocab_size=12, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96,
+            param_dtype=jnp.bfloat16,
+        )  # fmt: skip
+        params = transformer.init_params(config, jax.random.key(0), mesh_of(data=1, model=1))
+        weights.save(folder / "model", Model(config, params, {}))
+        encoder.save(str(folder / "model" / "tokenizer.json"))
+        (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+
+    return lab.once("published", make) / "model"
+
+
+def tuning(lab: Lab) -> list[str]:
+    return ["--model", str(published(lab)), "--mesh", "data=2,model=2"]
 
 
 # --- runs of several processes ----------------------------------------------------------------------------------------

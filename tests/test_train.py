@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from helpers import ROUNDING, assert_same_bits, mesh_of
 
 import train
 from echo_jax import wire
 from models import tokenizer, transformer, weights
-from models.transformer import TransformerConfig
 from models.weights import Model
 from runs import (
     PATIENCE,
@@ -32,10 +30,12 @@ from runs import (
     comparable,
     event_rows,
     metric_rows,
+    published,
     run,
     saved_arrays,
     saved_steps,
     started,
+    tuning,
     uninterrupted,
     wait_for_rows,
 )
@@ -286,29 +286,6 @@ def test_a_run_killed_at_twenty_random_moments_ends_with_the_same_bits(lab: Lab,
 
 
 # --- published checkpoints --------------------------------------------------------------------------------------------
-
-
-def published(lab: Lab) -> Path:
-    """A small random checkpoint in the Hugging Face layout, in bfloat16, whose tokens are the text's words."""
-
-    def make(folder: Path) -> None:
-        words = ["to", "be", "or", "not", "that", "is", "the", "question", "?", "<end>"]
-        encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "?"))
-        encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        config = TransformerConfig(
-            vocab_size=12, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96,
-            param_dtype=jnp.bfloat16,
-        )  # fmt: skip
-        params = transformer.init_params(config, jax.random.key(0), mesh_of(data=1, model=1))
-        weights.save(folder / "model", Model(config, params, {}))
-        encoder.save(str(folder / "model" / "tokenizer.json"))
-        (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-
-    return lab.once("published", make) / "model"
-
-
-def tuning(lab: Lab) -> list[str]:
-    return ["--model", str(published(lab)), "--mesh", "data=2,model=2"]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -73,8 +73,9 @@ def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
 
     Raises:
       ValueError: the checkpoint has no echo items, was written by a newer release, or does not fit `like`: states
-        missing or left over, another layout, number of ranks, global shape, dtype or order of mesh axes. Each
-        difference is named.
+        missing or left over, another layout, number of ranks, global shape, dtype or order of mesh axes, each
+        difference named; or an item cannot be read. A flipped bit within an array may go unnoticed: orbax has no
+        checksums of them (train.py's checkpoints do, see models/checkpoints.py).
       FileNotFoundError: there is no such step.
     """
     states = _states(like, "like")
@@ -195,10 +196,18 @@ def _sharded_over(residual: Any) -> list[list[Any]] | None:
 def _restore_item(manager: ocp.CheckpointManager, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
     try:
         return manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-    except (KeyError, ValueError) as error:
-        there = sorted(manager.metadata(step).item_handlers or ())
-        if item in there:
+    except Exception as error:
+        if step not in manager.all_steps():
             raise
+        try:
+            there = sorted(manager.metadata(step).item_handlers or ())
+        except Exception:  # damaged too
+            there = [item]
+        if item in there:
+            raise ValueError(
+                f"item {item!r} of the checkpoint of step {step} in {manager.directory} cannot be read, as if an array "
+                f"or a file of it were missing or damaged: {type(error).__name__}: {error!s:.200}"
+            ) from error
         raise ValueError(
             f"the checkpoint of step {step} in {manager.directory} must have what echo_jax.checkpoint.save_args saves; "
             f"item {item!r} is missing, there are {there}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -322,6 +323,28 @@ def test_a_checkpoint_without_the_echo_items_is_refused_naming_what_is_there(tmp
         manager.save(0, args=args)
     with pytest.raises(ValueError, match=rf"item '{missing}' is missing, there are \['{there}'\]"):
         restore(tmp_path, zero_state())
+
+
+def test_a_missing_residual_is_an_error_that_says_where(tmp_path):
+    """Its metadata is there, as if the array's file had been lost."""
+    streams = Streams(zero_state(), zero_state())
+    items = checkpoint.save_args(streams, CONFIG)
+    arrays = items["echo"].item
+    items["echo"] = ocp.args.StandardSave({"state.forward": arrays["state.forward"]})
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.Composite(**items))
+    with pytest.raises(ValueError, match="item 'echo' of the checkpoint of step 0 in .* cannot be read"):
+        restore(tmp_path, streams)
+
+
+@pytest.mark.parametrize("item", ["echo", "echo_metadata"])
+def test_a_truncated_item_is_an_error_that_says_which(tmp_path, saved, item):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    for path in (folder / "0" / item).rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=f"item '{item}' of the checkpoint of step 0 in .* cannot be read"):
+        restore(folder, zero_state())
 
 
 def test_a_step_that_is_not_there_is_a_file_not_found(saved):

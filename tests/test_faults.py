@@ -90,6 +90,7 @@ DAMAGES = [flip, truncate, remove]
 # --- damaged checkpoints ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_good_checkpoint_comes_back_to_the_bit(folder: Path):
     step, (state, streams, progress) = restored(folder)
     assert (step, progress) == (12, {"data": 12})
@@ -118,6 +119,7 @@ def test_damage_to_any_file_is_found_and_the_file_named(good: Path, tmp_path: Pa
         shutil.rmtree(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_newest_good_one_is_used_where_asked_for_and_the_others_are_kept_aside(
     folder: Path, damage: Callable[..., None]

@@ -104,6 +104,7 @@ def test_two_processes_tune_a_model_and_write_the_one_that_one_process_writes(la
     assert any(name.endswith(".safetensors") for name in one)
 
 
+@pytest.mark.quick
 def test_text_is_generated_by_two_processes_as_by_one(lab: Lab):
     command = ["-m", "models.generate", "--model", str(published(lab)), "--prompt", "to be or", "--max-tokens", "8"]
     command = [*command, *["--tp", "2", "--min-elements", "0", "--temperature", "1"]]

@@ -659,7 +659,7 @@ def replace_file(path: Path, content: str) -> None:
 class Metrics:
     """One row a log: metrics.csv (step, name, value) and TensorBoard events. Rows after `start` are of a lost run.
 
-    Process 0 reads and writes the files; all know the values.
+    Process 0 reads and writes the files. The others know the last value of each name, and what is written from now on.
     """
 
     def __init__(self, workdir: Path, start: int):
@@ -675,7 +675,8 @@ class Metrics:
                 # Events are written anew from the rows: a killed run loses those that its writer's thread still held.
                 shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
                 self._events = SummaryWriter(str(workdir / "tensorboard"))
-        rows = json.loads(processes.from_first(json.dumps(rows)))
+        newest = json.loads(processes.from_first(json.dumps(list({row[1]: row for row in rows}.values()))))
+        rows = newest if self._events is None else rows
         self._values = {(int(step), name): float(value) for step, name, value in rows}
         if self._events is not None:
             for (step, name), value in self._values.items():

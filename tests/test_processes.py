@@ -306,7 +306,8 @@ def test_a_run_of_two_processes_one_killed_at_twenty_random_moments_ends_with_th
     while len(ends) < 20:
         command = ["train.py", *lab.flags(workdir, "carry"), *more]
         with started_together([command] * 2, [lab.environment()] * 2) as started:
-            if moment.random() < 0.7:
+            joined = moment.random() < 0.7
+            if joined:
                 rows = len(metric_rows(workdir)) if (workdir / "metrics.csv").exists() else 0
                 wait_for_rows(workdir, started[0], max(rows - 30, 0) + 40)
                 time.sleep(moment.uniform(0, 1))
@@ -318,11 +319,13 @@ def test_a_run_of_two_processes_one_killed_at_twenty_random_moments_ends_with_th
             began = time.monotonic()
             other = ended_together(started)[1 - victim]
             assert other.code != 0
-            ends.append((victim, time.monotonic() - began, saved_steps(workdir)[-1:] if workdir.exists() else []))
+            # Until all have joined, the others wait for a process that may still be starting.
+            seconds, limit = time.monotonic() - began, WITHIN if joined else processes.JOIN_TIMEOUT_S + WITHIN
+            assert seconds < limit
+            ends.append((victim, joined, seconds, saved_steps(workdir)[-1:] if workdir.exists() else []))
     last = run_together(lab, [*lab.flags(workdir, "carry"), *more], 2)
     assert last[0].code == 0, last[0].stderr
-    print("killed, seconds until the other had ended, newest checkpoint:", *ends, sep="\n  ")
-    assert max(seconds for _, seconds, _ in ends) < WITHIN
+    print("killed, while training, seconds until the other had ended, newest checkpoint:", *ends, sep="\n  ")
     assert_same_bits(saved_arrays(workdir), saved_arrays(reference))
     assert comparable(metric_rows(workdir)) == comparable(metric_rows(reference))
 

@@ -322,7 +322,9 @@ def test_a_run_of_two_processes_one_killed_at_twenty_random_moments_ends_with_th
             # Until all have joined, the others wait for a process that may still be starting.
             seconds, limit = time.monotonic() - began, WITHIN if joined else processes.JOIN_TIMEOUT_S + WITHIN
             assert seconds < limit
-            ends.append((victim, joined, seconds, saved_steps(workdir)[-1:] if workdir.exists() else []))
+            ends.append(
+                (victim, joined, seconds, saved_steps(workdir)[-1:] if (workdir / "checkpoints").exists() else [])
+            )
     last = run_together(lab, [*lab.flags(workdir, "carry"), *more], 2)
     assert last[0].code == 0, last[0].stderr
     print("killed, while training, seconds until the other had ended, newest checkpoint:", *ends, sep="\n  ")

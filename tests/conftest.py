@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from runs import Lab
+    from training import Lab
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -17,7 +17,7 @@ os.environ.pop("ECHO_JAX_ALGORITHM", None)
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> "Lab":
-    from runs import Lab  # it imports JAX, which reads the environment above
+    from training import Lab  # it imports JAX, which reads the environment above
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train"  # one for all workers

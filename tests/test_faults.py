@@ -17,11 +17,11 @@ import pytest
 from helpers import assert_same_bits, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import PATIENCE, ROOT, Lab, assert_same_end, run, saved_arrays, saved_steps, uninterrupted
 
 import echo_jax
 from echo_jax import EchoConfig, Streams
 from models.checkpoints import FILES, Checkpoints
-from runs import PATIENCE, ROOT, Lab, assert_same_end, run, saved_arrays, saved_steps, uninterrupted
 
 CONFIG = EchoConfig(group_size=32)
 CONFIGS = Streams(CONFIG, CONFIG)

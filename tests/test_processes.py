@@ -15,10 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import assert_same_bits
-
-from models import processes
-from models.processes import ProcessArgs
-from runs import (
+from training import (
     PATIENCE,
     ROOT,
     Ended,
@@ -37,6 +34,9 @@ from runs import (
     tuning,
     wait_for_rows,
 )
+
+from models import processes
+from models.processes import ProcessArgs
 
 MESH = ["--mesh", "data=2,model=2", "--dp-comm", "echo"]
 WITHIN = 60  # seconds, in which the end of one process must end the others

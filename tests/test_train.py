@@ -17,12 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROUNDING, assert_same_bits, mesh_of
-
-import train
-from echo_jax import wire
-from models import tokenizer, transformer, weights
-from models.weights import Model
-from runs import (
+from training import (
     PATIENCE,
     STEPS,
     Lab,
@@ -39,6 +34,11 @@ from runs import (
     uninterrupted,
     wait_for_rows,
 )
+
+import train
+from echo_jax import wire
+from models import tokenizer, transformer, weights
+from models.weights import Model
 
 ENDS = ("settle", "carry")
 

@@ -209,7 +209,7 @@ def train(args: Args, mesh: Mesh, stop: StopSignal) -> dict[str, Any]:
     config = model.config
     optimizer = make_optimizer(preset, args)
     program = Program(
-        config, optimizer, mesh, preset.batch, preset.sequence, accumulate=args.accumulate, drop=args.end == "drop"
+        config, optimizer, mesh, preset.batch, preset.sequence, accumulate=args.accumulate, carry=args.end == "carry"
     )
     train_iterator = iter(text.batches(corpus.train, preset.batch, preset.sequence, args.seed, program.rows))
     validation = text.batches(corpus.validation, preset.batch, preset.sequence, None, program.rows)
@@ -392,10 +392,10 @@ class Program:
         sequence: int,
         *,
         accumulate: int = 1,
-        drop: bool = False,
+        carry: bool = False,
     ):
         self.config, self.optimizer, self.mesh, self.batch, self.sequence = config, optimizer, mesh, batch, sequence
-        self.accumulate, self.drop = accumulate, drop
+        self.accumulate, self.carry = accumulate, carry
         ranks = mesh.shape[MODEL]
         try:
             config.check_ranks(ranks)
@@ -465,7 +465,9 @@ class Program:
             return transformer.mean_loss(self.config, lora.join(params, base), streams, windows)
 
         def gradient(streams: Streams, windows: jax.Array) -> Any:
-            (loss, stats), grads, streams = echo_jax.value_and_grad(loss_fn, has_aux=True)(params, streams, windows)
+            step = echo_jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, stats), grads, owing = step(params, streams, windows)
+            streams = owing if self.carry else jax.tree.map(jnp.zeros_like, owing)
             return streams, (loss, stats, grads)
 
         def add_part(carry: Any, windows: jax.Array) -> Any:
@@ -489,8 +491,6 @@ class Program:
             "optimizer": optimizer_state,
             "step": state["step"] + 1,
         }
-        if self.drop:
-            streams = jax.tree.map(jnp.zeros_like, streams)
         logged = {
             "loss": loss,
             "gradient_norm": optax.tree.get(optimizer_state, "norm"),

@@ -82,7 +82,7 @@ def communication(name: str) -> Communication:
     """The sums that a configuration's name stands for. ValueError if it stands for none."""
     if name == "exact":
         return Communication(MODEL, EXACT, EXACT)
-    match = re.fullmatch(rf"({'|'.join(CODECS)})-(\d+)-({'|'.join(ENDS)})", name)
+    match = re.fullmatch(rf"({'|'.join(map(re.escape, CODECS))})-(\d+)-({'|'.join(ENDS)})", name)
     if match is None:
         raise ValueError(
             f"configs must be 'exact' or CODEC-GROUP-END with CODEC one of {', '.join(CODECS)} and END one of "

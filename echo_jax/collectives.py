@@ -116,6 +116,7 @@ def flush(
     config: EchoConfig,
     *,
     rows: jax.Array | None = None,
+    exact: bool = True,
     name: str | None = None,
 ) -> tuple[Any, Any]:
     """Settle a stream: y plus everything that is still owed, summed exactly in y's dtype (16 bits or more).
@@ -123,41 +124,50 @@ def flush(
     y then is the exact sum of all partials of the stream, to the rounding of the residual's and y's dtypes. Works
     wherever `echo_psum` does. The debt is a constant to differentiation.
 
+    With exact=False the debt is sent as `config` says, as the sum of one more call that adds nothing: at a code's bits,
+    and all but that call's own rounding errors is paid (of a debt coded in 4 bits, a tenth stays owed).
+
     Args:
       y: the stream's running value, to which its sums were added; of the shape of the state's x.
       axis_name, state, config, name: as in `echo_psum`. With a state of None nothing is owed and y is returned.
       rows: settle these rows of x alone, and send no more than them: int[...], different indices into the rows (all
         axes of x but the last, flattened), equal on all ranks. y is then [..., d] of one array, those rows of the
         running value. Negative indices, or those past the end, are not checked.
+      exact: whether the sum is exact; rows of their own always are.
 
     Returns:
-      (y, state): the state is zero; with `rows`, zero in those rows, and the others go on owing.
+      (y, state): the state is zero; with `rows`, zero in those rows, and the others go on owing; with exact=False, what
+      is still owed.
 
     Raises:
-      As `echo_psum`. ValueError: rows of a layout of scheme 'flat', whose groups cross rows.
+      As `echo_psum`. ValueError: rows of a layout of scheme 'flat', whose groups cross rows; rows with exact=False.
     """
     if rows is not None:
+        if not exact:
+            raise ValueError(f"{name or 'flush'}: exact must be True with rows, found {exact!r}")
         return _flush_rows(y, axis_name, state, config, jnp.asarray(rows), name or "flush")
 
     def call(y: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         if state is None:
             return y, None
-        return _add_debt(y, lax.stop_gradient(state), layout, config)
+        return _add_debt(y, lax.stop_gradient(state), layout, config, exact)
 
     return _for_each_leaf(call, y, axis_name, state, config, name or "flush")
 
 
 def flush_grad(
-    x: Any, axis_name: AxisName, state: Any, config: EchoConfig, *, name: str | None = None
+    x: Any, axis_name: AxisName, state: Any, config: EchoConfig, *, exact: bool = True, name: str | None = None
 ) -> tuple[Any, Any]:
     """The conjugate of `flush`: identity forward; backward it adds what the backward stream still owes.
 
     Place it where the backward stream ends, below the first layer: x's cotangent there is the stream's running value.
-    The state's cotangent comes back zero. Needs check_vma=True, as `echo_psum_grad`.
+    The state's cotangent comes back zero, or, with exact=False, with what is still owed. Needs check_vma=True, as
+    `echo_psum_grad`.
 
     Args:
       x: the value whose cotangent is settled, not varying over the axis.
       axis_name, state, config, name: as in `echo_psum_grad`.
+      exact: as in `flush`.
 
     Returns:
       (x, state), unchanged.
@@ -166,7 +176,7 @@ def flush_grad(
     def call(x: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         if state is None:
             return x, None
-        return _flush_grad(x, state, layout, config)
+        return _flush_grad(x, state, layout, config, exact)
 
     _check_conjugate(x, axis_name, name or "flush_grad")
     return _for_each_leaf(call, x, axis_name, state, config, name or "flush_grad")
@@ -312,13 +322,18 @@ def _exact_sum(
     return lax.psum(x, layout.axis_name), _with_residual(state, jnp.zeros_like(state.residual))
 
 
-def _add_debt(y: jax.Array, state: EchoState, layout: Layout, config: EchoConfig) -> tuple[jax.Array, EchoState]:
-    settled = _plus_debt(y, _owed(state, layout, config), layout.axis_name)
-    return settled, _with_residual(state, jnp.zeros_like(state.residual))
+def _add_debt(
+    y: jax.Array, state: EchoState, layout: Layout, config: EchoConfig, exact: bool
+) -> tuple[jax.Array, EchoState | None]:
+    if not exact:
+        debt, rest = _compensated_sum(_varying_over_axis(jnp.zeros_like(y), layout.axis_name), state, layout, config)
+        return _plus_debt(y, debt), rest
+    debt = lax.psum(_owed(state, layout, config).astype(y.dtype), layout.axis_name)
+    return _plus_debt(y, debt), _with_residual(state, jnp.zeros_like(state.residual))
 
 
-def _plus_debt(y: jax.Array, owed: jax.Array, axis_name: AxisName) -> jax.Array:
-    debt = lax.psum(owed.astype(y.dtype), axis_name)
+def _plus_debt(y: jax.Array, debt: jax.Array) -> jax.Array:
+    # Where nothing is owed y keeps its bits: adding zero would turn -0 into 0.
     return jnp.where(debt == 0, y, (y.astype(jnp.float32) + debt.astype(jnp.float32)).astype(y.dtype))
 
 
@@ -345,7 +360,7 @@ def _flush_rows(
         residual = state.residual.reshape(-1, layout.group_size)  # its leading axis is 1 on each rank
         owed = stages.owed(residual[groups], CODECS[config.codec]).reshape(y.shape)
         rest = residual.at[groups].set(0).reshape(state.residual.shape)
-        return _plus_debt(y, owed, axis_name), _with_residual(state, rest)
+        return _plus_debt(y, lax.psum(owed.astype(y.dtype), axis_name)), _with_residual(state, rest)
 
 
 def _owed(state: EchoState, layout: Layout, config: EchoConfig) -> jax.Array:
@@ -408,20 +423,20 @@ def _echo_psum_grad_bwd(layout, config, _, cotangents):
     return _echo_psum(x_bar, residual, layout, config)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _flush_grad(x, state, layout, config):
-    del layout, config
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _flush_grad(x, state, layout, config, exact):
+    del layout, config, exact
     return x, state
 
 
-def _flush_grad_fwd(x, state, layout, config):
-    del layout, config
+def _flush_grad_fwd(x, state, layout, config, exact):
+    del layout, config, exact
     return (x, state), None
 
 
-def _flush_grad_bwd(layout, config, _, cotangents):
+def _flush_grad_bwd(layout, config, exact, _, cotangents):
     x_bar, residual = cotangents
-    return _add_debt(x_bar, residual, layout, config)
+    return _add_debt(x_bar, residual, layout, config, exact)
 
 
 _with_derivative_of.defvjp(

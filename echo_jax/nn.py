@@ -120,12 +120,14 @@ class VocabParallelEmbed(nnx.Module):
     """Embedding table[V, D], split over the vocabulary.
 
     A token's row lives on one rank, so the sum that brings it to all of them adds zeros: exact in any dtype, and exact
-    by default (`config`).
+    by default (`config`). Where the rows are what the layers' sums are added to, this sum is the first call of their
+    stream: with feedback, `__call__` takes and returns the stream's state, and what coding the rows leaves is fed to
+    the first layer.
 
     Args:
       num_embeddings, features: V and D, global; n must divide V.
       axis_name: mesh axis that V is split over.
-      config: of the sum; without feedback, as a lookup is no stream.
+      config: of the sum.
     """
 
     def __init__(
@@ -140,18 +142,16 @@ class VocabParallelEmbed(nnx.Module):
         embedding_init: nnx.Initializer = _NORMAL,
         rngs: nnx.Rngs,
     ):
-        if config.feedback:
-            raise ValueError("config must have feedback=False: a lookup has no stream to feed its error to")
         self.axis_name, self.config, self.dtype = axis_name, config, dtype
         shape = (num_embeddings, features)
         self.embedding = _sharded_param(embedding_init, rngs, shape, param_dtype, (axis_name, None))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int[...] -> dtype[..., D], equal on all ranks."""
+    def __call__(self, tokens: jax.Array, state: Any = None) -> tuple[jax.Array, Any]:
+        """int[...] -> (dtype[..., D], equal on all ranks; the stream's state, None with feedback=False)."""
         table = self.embedding[...]
         local, mine = _local_index(tokens, table.shape[0], self.axis_name)
         rows = jnp.where(mine[..., None], table[local].astype(self.dtype), 0)
-        return echo_psum(rows, self.axis_name, None, self.config, name="embed")[0]
+        return echo_psum(rows, self.axis_name, state, self.config, name="embed")
 
     def attend(self, x: jax.Array) -> jax.Array:
         """dtype[..., D] that varies over the axis -> this rank's logits, dtype[..., V/n]: the tied output head."""

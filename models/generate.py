@@ -237,8 +237,8 @@ class Args(ProcessArgs):
     """System message of the chat."""
     comm: Literal["echo", "plain", "exact"] = "echo"
     """Compensated sums, coded sums without feedback, or lax.psum."""
-    codec: Literal["hadamard_int4", "int4", "int8", "none"] = "hadamard_int4"
-    """Code on the wire."""
+    codec: str = EchoConfig.codec
+    """Code on the wire, a key of `echo_jax.codecs.CODECS`."""
     group_size: int = EchoConfig.group_size
     """Values that share a scale, at most: a power of two from 32 to 1024."""
     end: Literal["settle", "drop"] = "settle"

@@ -15,7 +15,7 @@ from echo_jax.codecs import CODECS
 from echo_jax.codecs.rotation import hadamard_matrix, rotate, rotate_back
 
 RANKS, GROUP = 3, 64
-GRIDS = ("hadamard_int4", "int4", "int8")
+GRIDS = tuple(name for name, codec in CODECS.items() if codec.grid is not None)
 scales = st.floats(-30, 30).map(lambda e: 10.0**e)
 seeds = st.integers(0, 2**32 - 1)
 

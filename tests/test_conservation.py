@@ -13,6 +13,7 @@ from helpers import (
     RANKS,
     ROUNDING,
     assert_conserved,
+    assert_equal_on_ranks,
     compiled_psum,
     conservation_error,
     on_ranks,
@@ -60,7 +61,7 @@ def test_no_value_is_lost_whatever_the_code(codec, algorithm, data):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("codec", ["hadamard_int4", "int8"])
+@pytest.mark.parametrize("codec", ["hadamard_int4", "hadamard_int4.5", "int8"])
 @pytest.mark.parametrize("residual", ["bfloat16", "float32"])
 @hypothesis.settings(max_examples=30, derandomize=True, deadline=None)
 @hypothesis.given(
@@ -170,6 +171,27 @@ def test_a_flush_delivers_all_that_is_owed_and_leaves_nothing(mode, dtype):
     assert (np.abs(np.float64(settled[0]) - wanted) <= allowed).all()
     assert settled.dtype == x.dtype and not np.asarray(empty.residual).any()
     assert np.abs(np.float64(y[0]) - wanted).max() > 2 * allowed.max()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("mode", ["check_vma", "vmap"])
+def test_a_coded_flush_delivers_what_it_takes_from_the_state_and_leaves_its_own_rounding_errors(codec, mode):
+    config = EchoConfig(codec, group_size=64, algorithm="two_shot", residual="float32")
+
+    def two_calls(x, state):
+        y, owing = echo_jax.echo_psum(x, "tp", state, config)
+        debt, _ = echo_jax.echo_psum(jnp.zeros_like(x), "tp", owing, config)
+        settled, rest = echo_jax.flush(y, "tp", owing, config, exact=False)
+        return y, owing, settled, rest, debt
+
+    x = partials(1, (5, 3, 640))
+    y, owing, settled, rest, debt = on_ranks(two_calls, 5, mode)(x, zero_state(x, config))
+    assert_equal_on_ranks(settled)
+    assert_conserved(np.zeros_like(x), owing, debt, rest)
+    np.testing.assert_array_equal(settled, y + debt)
+    before, after = (np.sqrt((owed(state) ** 2).mean()) for state in (owing, rest))
+    # A debt is spread over its range as evenly as partials are, or more: coding it leaves no larger a share of it.
+    assert after <= 2 * CODECS[codec].error_bound(x.dtype) * before
 
 
 def test_without_feedback_nothing_is_kept_and_a_flush_changes_nothing():

@@ -53,7 +53,7 @@ def state_of(x=X, config=CONFIG):
 @pytest.mark.parametrize(
     ("field", "found", "error", "allowed"),
     [
-        ("codec", "int3", ValueError, "hadamard_int4"),
+        ("codec", "int2", ValueError, "hadamard_int4"),
         ("algorithm", "ring", ValueError, "one_shot"),
         ("residual", "float16", ValueError, "bfloat16"),
         ("backend", "triton", ValueError, "xla"),

@@ -128,7 +128,7 @@ def test_the_codec_none_gives_one_devices_gradients_of_the_adapters_through_both
 @pytest.mark.quick
 def test_the_base_has_no_gradient_and_no_optimizer_state():
     mesh, config = mesh_of(data=2, model=4), with_sums(QWEN3, ECHO)
-    program = train.Program(config, train.make_optimizer(train.PRESETS["tiny"], train.Args()), mesh, 4, 16, drop=False)
+    program = train.Program(config, train.make_optimizer(train.PRESETS["tiny"], train.Args()), mesh, 4, 16, carry=False)
     params, base = jax.eval_shape(lambda: lora.split(transformer.init_params(config, jax.random.key(0), mesh)))
     state, streams = jax.eval_shape(program.init, params)
     windows = jax.ShapeDtypeStruct((4, 17), jnp.int32)

@@ -118,7 +118,7 @@ def test_an_embedding_is_a_lookup_and_its_tied_head_the_transposed_product(ranks
     def run(table, tokens):
         embed = VocabParallelEmbed(48, 16, axis_name="tp", dtype=jnp.float32, rngs=nnx.Rngs(0))
         embed.embedding = nnx.Param(table)
-        rows = embed(tokens)
+        rows, _ = embed(tokens)
         return rows, embed.attend(lax.pcast(rows, "tp", to="varying"))
 
     run = jax.shard_map(run, mesh=mesh_of(tp=ranks), in_specs=(P("tp"), P()), out_specs=(P(), P(None, None, "tp")))
@@ -127,9 +127,22 @@ def test_an_embedding_is_a_lookup_and_its_tied_head_the_transposed_product(ranks
     np.testing.assert_allclose(logits, table[tokens] @ table.T, rtol=1e-5, atol=1e-5)
 
 
-def test_an_embedding_refuses_to_feed_back():
-    with pytest.raises(ValueError, match="feedback=False"):
-        VocabParallelEmbed(48, 16, axis_name="tp", config=EchoConfig(), rngs=nnx.Rngs(0))
+def test_a_coded_embedding_is_a_call_of_the_stream_it_starts():
+    """What coding the rows leaves is owed: rows plus debt are the table's own."""
+    table = RNG.normal(size=(48, 64)).astype(np.float32)
+    tokens = RNG.integers(0, 48, (2, 7))
+    config = EchoConfig(group_size=32, algorithm="two_shot", residual="float32")
+
+    def run(table, tokens):
+        embed = VocabParallelEmbed(48, 64, axis_name="tp", config=config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        embed.embedding = nnx.Param(table)
+        rows, state = embed(tokens, echo_jax.init_state(jnp.zeros((2, 7, 64)), "tp", config))
+        return rows, echo_jax.flush(rows, "tp", state, config)[0]
+
+    run = jax.shard_map(run, mesh=mesh_of(tp=3), in_specs=(P("tp"), P()), out_specs=(P(), P()))
+    rows, settled = jax.jit(run)(table, tokens)
+    assert 0.01 < np.abs(rows - table[tokens]).max() < 0.5
+    np.testing.assert_allclose(settled, table[tokens], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -89,9 +89,8 @@ def test_feedback_brings_the_gradient_closer_to_the_exact_one(backward_sum):
     errors = {}
     for name, config in (("fed back", ECHO), ("plain", dataclasses.replace(ECHO, feedback=False))):
         step, params, streams = training_step(with_sums(QWEN3, config, backward_sum=backward_sum), 2, 4)
-        _, grads, streams, stats = step(params, streams, WINDOWS)
+        _, grads, _, stats = step(params, streams, WINDOWS)
         errors[name] = relative_error(grads["blocks"]["attention"]["v_proj"], wanted["blocks"]["attention"]["v_proj"])
-        assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(streams)), "settled streams owe nothing"
         if config.feedback:
             assert 0 < stats["relative_rms"] < 1
     assert errors["fed back"] < errors["plain"] < 0.5
@@ -111,17 +110,19 @@ def test_a_layer_sends_each_sum_once_and_rematerialisation_repeats_none():
     times = {}
     for c in found:
         if c.dtype == "uint8":
-            name = next(n for n in ("attention_out", "attention_in", "mlp_out", "mlp_in", "head_in") if n in c.name)
+            names = ("embed", "attention_out", "attention_in", "mlp_out", "mlp_in", "head_in", "flush_grad", "flush")
+            name = next(n for n in names if n in c.name)
             times[name, c.kind] = times.get((name, c.kind), 0) + c.times
     layers = QWEN3.num_layers
     for kind in ("all_to_all", "all_gather"):
         for name, wanted in (("attention_out", layers), ("mlp_out", layers), ("attention_in", layers),
-                             ("mlp_in", layers), ("head_in", 1)):  # fmt: skip
+                             ("mlp_in", layers), ("embed", 1), ("head_in", 1), ("flush", 1),
+                             ("flush_grad", 1)):  # fmt: skip
             assert times.pop((name, kind)) == wanted
     assert not times
 
 
-def test_a_compiled_step_has_no_full_size_float_collective_but_the_embedding_the_flushes_and_the_data_parallel_sum():
+def test_a_compiled_step_has_no_full_size_float_collective_but_the_data_parallel_sum():
     batch, sequence = 8, 64
     config = with_sums(dataclasses.replace(QWEN3, dtype=jnp.bfloat16), ECHO)
     step, params, streams = training_step(config, 2, 4, batch, sequence)
@@ -130,10 +131,10 @@ def test_a_compiled_step_has_no_full_size_float_collective_but_the_embedding_the
     activation_bytes = batch // 2 * sequence * config.d_model * 2  # XLA's CPU compiler sums bfloat16 in float32: more
     over_model = [c for c in hlo.collectives(compiled) if len(c.groups[0]) == 4]
     large = [c for c in over_model if c.dtypes != {"u8"} and c.nbytes >= activation_bytes]
-    names = sorted(next(n for n in ("embed", "flush_grad", "flush", c.name) if n in c.name) for c in large)
-    assert names == ["embed", "flush", "flush_grad"]
-    # In the layers' loops: two sums of two collectives, forward and backward; and the head's.
-    assert len([c for c in over_model if c.dtypes == {"u8"}]) == 2 * (2 + 2 + 1)
+    assert not large
+    # Two collectives a sum. In the layers' loops: two sums forward, two backward; around them the embedding's, the two
+    # flushes' and that of the head's input.
+    assert len([c for c in over_model if c.dtypes == {"u8"}]) == 2 * (2 + 2 + 4)
 
 
 def test_full_rematerialisation_would_repeat_collectives(monkeypatch):

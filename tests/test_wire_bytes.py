@@ -61,7 +61,7 @@ def test_what_is_sent_beyond_that_is_padding_to_whole_groups_and_lines_of_16_byt
 @pytest.mark.parametrize("codec", CODECS)
 def test_one_shot_is_one_collective_of_bytes(codec):
     (sent,) = collectives(_compiled(EchoConfig(codec, algorithm="one_shot"), (8, 512), "bfloat16"))
-    bits = {"hadamard_int4": 4.125, "int4": 4.125, "int8": 8.125, "none": 16}[codec]
+    bits = CODECS[codec].bits(128, "bfloat16")
     assert (sent.op, sent.dtypes, sent.nbytes * 8) == ("all-gather", {"u8"}, RANKS * bits * 8 * 512)
 
 

@@ -6,7 +6,8 @@
 A checkpoint gets two items: `echo`, the residuals as float arrays by path, and `echo_metadata`, JSON that says how to
 read them. `restore` compares the metadata before it reads an array. What a residual means depends on its layout and on
 the mesh, and these must be equal; codec, algorithm, `min_elements` and ECHO_JAX_ALGORITHM may change from run to run,
-as they may from call to call.
+as they may from call to call. So may the format of the residuals: those saved in another are converted, rounded once
+to the new one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 import echo_jax
-from echo_jax import axes
+from echo_jax import axes, residuals
 from echo_jax.config import EchoConfig
 from echo_jax.gradients import Streams
 from echo_jax.layout import Layout
@@ -28,6 +29,8 @@ from echo_jax.state import EchoState, check_config, is_state
 
 ARRAYS_ITEM = "echo"
 METADATA_ITEM = "echo_metadata"
+
+_SCALE = ".scale"  # after the path of a state: its scales, where its format has any
 
 # Raised when the JSON of `metadata` changes so that an older release would misread it.
 FORMAT_VERSION = 1
@@ -52,14 +55,14 @@ def save_args(state: Any, config: Any) -> dict[str, ocp.args.CheckpointArgs]:
     """
     described = metadata(state, config)
     items: dict[str, ocp.args.CheckpointArgs] = {METADATA_ITEM: ocp.args.JsonSave(described)}
-    arrays = {path: leaf.residual for path, leaf in _states(state, "state").items()}
+    arrays = _arrays(_states(state, "state"))
     if arrays:  # orbax refuses an empty tree
         items[ARRAYS_ITEM] = ocp.args.StandardSave(arrays)
     return items
 
 
 def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
-    """The state that `save_args` saved at `step`, bit for bit, once its metadata is known to fit.
+    """The state that `save_args` saved at `step`, bit for bit (in an equal format), once its metadata is known to fit.
 
     Args:
       manager: a CheckpointManager of the checkpoint's directory, made without item_names or with 'echo' and
@@ -69,12 +72,12 @@ def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
         Its arrays are not read.
 
     Returns:
-      The saved state, in the structure of `like` and with its shardings.
+      The saved state, in the structure of `like` and with its shardings and formats.
 
     Raises:
       ValueError: the checkpoint has no echo items, was written by a newer release, or does not fit `like`: states
-        missing or left over, another layout, number of ranks, global shape, dtype or order of mesh axes, each
-        difference named; or an item cannot be read. A flipped bit within an array may go unnoticed: orbax has no
+        missing or left over, another layout, number of ranks, global shape or order of mesh axes, each difference
+        named; or an item cannot be read. A flipped bit within an array may go unnoticed: orbax has no
         checksums of them (train.py's checkpoints do, see models/checkpoints.py).
       FileNotFoundError: there is no such step.
     """
@@ -85,11 +88,16 @@ def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
     if not isinstance(found.get("states"), dict):
         raise ValueError(f"step {step} has no usable {METADATA_ITEM!r}: it lacks 'states', found {sorted(found)}")
     _check_fits(found["states"], {path: _describe(leaf) for path, leaf in states.items()}, step)
-    targets = {path: leaf.residual for path, leaf in states.items()}
+    saved = {path: _as_saved(leaf, found["states"][path]["layout"]["residual"]) for path, leaf in states.items()}
+    targets = _arrays(saved)
     arrays = _restore_item(manager, step, ARRAYS_ITEM, ocp.args.StandardRestore(targets)) if targets else {}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: EchoState(arrays[_name(path)], leaf.layout), like, is_leaf=is_state
-    )
+
+    def restored(path: Any, leaf: EchoState) -> EchoState:
+        name = _name(path)
+        state = EchoState(arrays[name], saved[name].layout, arrays.get(name + _SCALE))
+        return state if leaf.layout == state.layout else _converted(state, leaf)
+
+    return jax.tree_util.tree_map_with_path(restored, like, is_leaf=is_state)
 
 
 def metadata(state: Any, config: Any) -> dict[str, Any]:
@@ -147,6 +155,32 @@ def _states(state: Any, argument: str) -> dict[str, EchoState]:
             where = argument + jax.tree_util.keystr(path)
             raise TypeError(f"{where} must be an EchoState or None, found {type(leaf).__name__}")
     return {_name(path): leaf for path, leaf in leaves}
+
+
+def _arrays(states: dict[str, EchoState]) -> dict[str, Any]:
+    """All arrays of states, by path."""
+    arrays = {path: state.residual for path, state in states.items()}
+    return arrays | {path + _SCALE: state.scale for path, state in states.items() if state.scale is not None}
+
+
+def _as_saved(like: EchoState, residual: str) -> EchoState:
+    """ShapeDtypeStructs, sharded as those of `like`, of a state that is kept in another format."""
+    if residual not in residuals.FORMATS:
+        raise ValueError(f"the residual format of a checkpoint must be one of {residuals.FORMATS}, found {residual!r}")
+    layout = dataclasses.replace(like.layout, residual=residual)
+    sharding = getattr(like.residual, "sharding", None)
+    structs = residuals.array_shapes(tuple(like.residual.shape), residual)
+    codes, scale = (
+        None if of is None else jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding) for of in structs
+    )
+    return EchoState(codes, layout, scale)  # pyright: ignore[reportArgumentType]
+
+
+def _converted(state: EchoState, like: EchoState) -> EchoState:
+    """The same debts in the format, and with the shardings, of `like`."""
+    convert = lambda state: EchoState(state.residual, like.layout).with_errors(state.errors())  # noqa: E731
+    shardings = jax.tree.map(lambda array: array.sharding, like)
+    return jax.jit(convert, out_shardings=shardings)(state)
 
 
 def _loss_scales(state: Any) -> dict[str, Any]:
@@ -237,7 +271,7 @@ def _check_fits(found: dict[str, Any], wanted: dict[str, Any], step: int) -> Non
         for part in ("layout", "array"):
             saved, here = found[path][part], wanted[path][part]
             for key in (key for key in here if saved.get(key) != here[key]):
-                if key == "sharded_over" and None in (saved[key], here[key]):
+                if key in ("residual", "dtype") or (key == "sharded_over" and None in (saved[key], here[key])):
                     continue
                 differences.append(f"{path}: {part} {key} {saved.get(key)!r} in the checkpoint, {here[key]!r} here")
                 other_ranks |= key == "ranks"

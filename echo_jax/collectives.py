@@ -10,6 +10,7 @@ profiles (`jax.named_scope`), in `echo_jax.wire` reports and in errors.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from echo_jax import axes, stages
+from echo_jax import axes, residuals, stages
 from echo_jax.axes import AxisName
 from echo_jax.codecs import CODECS
 from echo_jax.config import EchoConfig
@@ -230,7 +231,7 @@ def _match_axes(x: jax.Array, state: EchoState | None, axis_name: AxisName) -> t
         return x, None
     others = axes.varying_axes(state.residual) - set(axes.axis_names(axis_name))
     x = axes.cast_varying(x, tuple(sorted(others, key=str)))
-    return x, EchoState(axes.match_varying(_varying_over_axis(state.residual, axis_name), x), state.layout)
+    return x, jax.tree.map(lambda array: axes.match_varying(_varying_over_axis(array, axis_name), x), state)
 
 
 def _check_layout(x: Any, path: Any, state: EchoState, layout: Layout) -> None:
@@ -243,15 +244,20 @@ def _check_layout(x: Any, path: Any, state: EchoState, layout: Layout) -> None:
         }
         found = ", ".join(f"{key} {old!r} where the call has {new!r}" for key, (old, new) in differing.items())
         raise ValueError(f"state must have the layout that config gives to {argument}; found {found}")
-    if state.residual.dtype != layout.residual:
-        # As after a cast of a whole train state: what is owed may have been rounded away.
-        raise ValueError(f"state.residual must be {layout.residual} as its layout says, found {state.residual.dtype}")
-    expected = (1, *layout.chunks_shape)
-    if tuple(state.residual.shape) != expected:
-        raise ValueError(
-            f"state.residual must be {expected} on each rank (one entry of its leading axis a rank: shard it over "
-            f"{layout.axis_name!r}), found {tuple(state.residual.shape)}"
-        )
+    wanted = residuals.array_shapes((1, *layout.chunks_shape), layout.residual)
+    for field, array, like in zip(("residual", "scale"), (state.residual, state.scale), wanted, strict=True):
+        if (array is None) != (like is None):
+            raise ValueError(f"state.{field} must be {like} as its layout says, found {array}")
+        if array is None or like is None:
+            continue
+        if array.dtype != like.dtype:
+            # As after a cast of a whole train state: what is owed may have been rounded away.
+            raise ValueError(f"state.{field} must be {like.dtype} as its layout says, found {array.dtype}")
+        if tuple(array.shape) != like.shape:
+            raise ValueError(
+                f"state.{field} must be {like.shape} on each rank (one entry of its leading axis a rank: shard it over "
+                f"{layout.axis_name!r}), found {tuple(array.shape)}"
+            )
 
 
 def _check_conjugate(x: Any, axis_name: AxisName, name: str) -> None:
@@ -277,13 +283,13 @@ def _compensated_sum(
 ) -> tuple[jax.Array, EchoState | None]:
     """Sum x over the axis as `config` says. x varies over the axis where types track that."""
     codec, axis_name = CODECS[config.codec], layout.axis_name
-    residual = None if state is None else state.residual[0]
+    owed = None if state is None else state.errors()[0]
     algorithm = config.resolve(layout.size, layout.ranks)
     if algorithm == "exact":
         return _exact_sum(x, state, layout, config)
 
     with jax.named_scope("encode"):
-        sent = stages.encode(layout.to_chunks(x), residual, codec)
+        sent = stages.encode(layout.to_chunks(x), owed, codec)
     if algorithm == "one_shot":
         with jax.named_scope("all_gather"):
             wire = axes.all_gather(sent.wire, axis_name)
@@ -308,7 +314,7 @@ def _compensated_sum(
         # A sum that overflows float16 is lost in that cast. Its debts are as large, and would spoil the next sums.
         error = jnp.where(jnp.isfinite(chunks).all(-1, keepdims=True), error, 0.0)
     y = layout.from_chunks(chunks)
-    return y, None if state is None else _with_residual(state, error[None].astype(state.residual.dtype))
+    return y, None if state is None else state.with_errors(error[None])
 
 
 def _exact_sum(
@@ -319,7 +325,7 @@ def _exact_sum(
     owed = _owed(state, layout, config)
     # Where nothing is owed x's own bits are sent: adding zero would turn -0 into 0.
     x = jnp.where(owed == 0, x, (x.astype(jnp.float32) + owed).astype(x.dtype))
-    return lax.psum(x, layout.axis_name), _with_residual(state, jnp.zeros_like(state.residual))
+    return lax.psum(x, layout.axis_name), state.settled()
 
 
 def _add_debt(
@@ -329,7 +335,7 @@ def _add_debt(
         debt, rest = _compensated_sum(_varying_over_axis(jnp.zeros_like(y), layout.axis_name), state, layout, config)
         return _plus_debt(y, debt), rest
     debt = lax.psum(_owed(state, layout, config).astype(y.dtype), layout.axis_name)
-    return _plus_debt(y, debt), _with_residual(state, jnp.zeros_like(state.residual))
+    return _plus_debt(y, debt), state.settled()
 
 
 def _plus_debt(y: jax.Array, debt: jax.Array) -> jax.Array:
@@ -357,20 +363,17 @@ def _flush_rows(
         groups = layout.row_groups(rows)
     y, state = _match_axes(y, lax.stop_gradient(state), axis_name)
     with jax.named_scope(f"{name}/{layout.scheme}{layout.group_size}"):
-        residual = state.residual.reshape(-1, layout.group_size)  # its leading axis is 1 on each rank
-        owed = stages.owed(residual[groups], CODECS[config.codec]).reshape(y.shape)
-        rest = residual.at[groups].set(0).reshape(state.residual.shape)
-        return _plus_debt(y, lax.psum(owed.astype(y.dtype), axis_name)), _with_residual(state, rest)
+        errors = state.errors().reshape(-1, layout.group_size)  # its leading axis is 1 on each rank
+        owed = stages.owed(errors[groups], CODECS[config.codec]).reshape(y.shape)
+        # Zeros of every format have all bits zero; the other codes keep theirs.
+        residual = state.residual.reshape(-1, layout.group_size)
+        rest = dataclasses.replace(state, residual=residual.at[groups].set(0).reshape(state.residual.shape))
+        return _plus_debt(y, lax.psum(owed.astype(y.dtype), axis_name)), rest
 
 
 def _owed(state: EchoState, layout: Layout, config: EchoConfig) -> jax.Array:
     """float32[*shape]: what this rank owes, in x's domain."""
-    return layout.from_chunks(stages.owed(state.residual[0], CODECS[config.codec]))
-
-
-def _with_residual(state: EchoState, residual: jax.Array) -> EchoState:
-    # A state stays as varying as it was given, so that it can be the carry of a scan.
-    return EchoState(axes.match_varying(residual, state.residual), state.layout)
+    return layout.from_chunks(stages.owed(state.errors()[0], CODECS[config.codec]))
 
 
 # --- differentiation: one custom_vjp around each whole call ----------------------------------------------------------

@@ -7,14 +7,11 @@ import logging
 import os
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
+from echo_jax import residuals
 from echo_jax.codecs import CODECS
 
 ALGORITHMS = ("auto", "two_shot", "one_shot", "exact")
 BACKENDS = ("auto", "xla")
-RESIDUALS = ("bfloat16", "float32")
 
 # Below this many values a call is bound by latency, not by bytes: one token of a 64k-wide activation, or eight tokens
 # of an 8k-wide one. A placeholder between the two regimes until it is measured per link; see docs/theory.md.
@@ -51,7 +48,7 @@ class EchoConfig:
         'one_shot' (all-gather of codes, float32 sum: one rounding), 'exact' (`lax.psum` of x plus what is owed) or
         'auto' (exact below `min_elements`, else two_shot). One rank is always exact.
       min_elements: an 'auto' call on fewer values than this stays exact.
-      residual: dtype in which errors are kept, 'bfloat16' or 'float32'.
+      residual: how errors are kept (`echo_jax.residuals`): 'int8', with a scale a group, 'bfloat16' or 'float32'.
       backend: implementation of the local stages: 'xla', or 'auto', which is 'xla' today.
 
     Raises:
@@ -69,7 +66,7 @@ class EchoConfig:
     def __post_init__(self) -> None:
         _check_choice("codec", self.codec, tuple(CODECS))
         _check_choice("algorithm", self.algorithm, ALGORITHMS)
-        _check_choice("residual", self.residual, RESIDUALS)
+        _check_choice("residual", self.residual, residuals.FORMATS)
         if self.backend in ("pallas", "pallas_interpret"):
             raise ValueError(f"backend={self.backend!r} has no kernels in this release; allowed: {BACKENDS}")
         _check_choice("backend", self.backend, BACKENDS)
@@ -91,10 +88,6 @@ class EchoConfig:
         if self.algorithm == "auto":
             return "exact" if elements < self.min_elements else "two_shot"
         return self.algorithm
-
-    @property
-    def residual_dtype(self) -> np.dtype:
-        return jnp.dtype(self.residual)
 
 
 def _check_choice(field: str, found: Any, allowed: tuple[str, ...]) -> None:

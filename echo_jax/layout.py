@@ -31,7 +31,7 @@ class Layout:
         row, so that a row's result depends on that row alone. 'rows': no group crosses a row; the groups of all rows
         in order are dealt to ranks in equal runs. 'flat': x is one long row; groups cross rows.
       rotation: domain in which errors are kept, 'hadamard' or 'none'.
-      residual: dtype in which they are kept.
+      residual: format in which they are kept (`echo_jax.residuals`).
     """
 
     axis_name: AxisName

@@ -1,10 +1,10 @@
 """A call's local stages in plain JAX: the meaning that every other backend is held to.
 
-Shapes: n ranks, G groups a chunk, g values a group, B lines of 16 bytes a chunk. `values` and residuals are float32[n,
-G, g] in the codec's domain. Every stage is a pure function of one rank's data; the collectives between them are in
+Shapes: n ranks, G groups a chunk, g values a group, B lines of 16 bytes a chunk. `values` and what is owed are
+float32[n, G, g] in the codec's domain. Every stage is a pure function of one rank's data; the collectives between them are in
 `collectives.py`.
 
-    encode    x, residual          ->  wire uint8[n, B, 16], the values that were meant, what rounding left behind
+    encode    x, owing             ->  wire uint8[n, B, 16], the values that were meant, what rounding left behind
     reduce    n wire chunks, own   ->  wire uint8[B, 16] of the sum, what rounding left behind
     decode    n wire chunks        ->  the sum, back in x's domain
 """
@@ -33,16 +33,16 @@ class Encoded(NamedTuple):
     error: jax.Array
 
 
-def encode(x: jax.Array, residual: jax.Array | None, codec: Codec) -> Encoded:
+def encode(x: jax.Array, owing: jax.Array | None, codec: Codec) -> Encoded:
     """Code one rank's partial sums.
 
     Args:
       x: float[n, G, g], chunked partial sums in the dtype of the call.
-      residual: float[n, G, g] in the codec's domain: what this rank still owes; None for nothing.
+      owing: float32[n, G, g] in the codec's domain: what this rank still owes; None for nothing.
     """
     values = codec.rotate(x.astype(jnp.float32))
-    if residual is not None:
-        values = values + residual.astype(jnp.float32)
+    if owing is not None:
+        values = values + owing
     return _round_values(values, codec, x.dtype)
 
 
@@ -79,9 +79,9 @@ def decode_and_sum(
     return _sum_in_rank_order(decode(wire, groups, group_size, codec, dtype))
 
 
-def owed(residual: jax.Array, codec: Codec) -> jax.Array:
-    """float[n, G, g] in the codec's domain -> float32[n, G, g] in x's domain."""
-    return codec.rotate_back(residual.astype(jnp.float32))
+def owed(owing: jax.Array, codec: Codec) -> jax.Array:
+    """float32[n, G, g] in the codec's domain -> float32[n, G, g] in x's domain."""
+    return codec.rotate_back(owing)
 
 
 def _round_values(values: jax.Array, codec: Codec, dtype: jax.typing.DTypeLike) -> Encoded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from echo_jax import axes
+from echo_jax import axes, residuals
 from echo_jax.axes import AxisName
 from echo_jax.config import EchoConfig
 from echo_jax.layout import Layout
@@ -21,18 +22,41 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EchoState:
-    """What one rank owes to a stream of compensated sums: a pytree of one float array, and how to read it.
+    """What one rank owes to a stream of compensated sums: a pytree of float arrays, and how to read them.
 
     Attributes:
-      residual: dtype `layout.residual`, [1, n, G, g] on each rank (`Layout`), in the codec's domain. Chunks of other
-        ranks hold the send errors of this one; the rank's own chunk, which never travels and so has no send error,
-        holds the error of the sum that it owns. Outside shard_map the leading axis counts the ranks: it is sharded
-        over the summed axis and every other mesh axis that x varies over.
+      residual: [1, n, G, g] on each rank (`Layout`), in the codec's domain and in the format `layout.residual`: to be
+        read by `errors`, and never to be added to anything. Chunks of other ranks hold the send errors of this one; the
+        rank's own chunk, which never travels and so has no send error, holds the error of the sum that it owns. Outside
+        shard_map the leading axis counts the ranks: it is sharded over the summed axis and every other mesh axis that x
+        varies over.
       layout: static.
+      scale: of the format 'int8', bfloat16[1, n, G]; else None.
     """
 
     residual: jax.Array
     layout: Layout = dataclasses.field(metadata={"static": True})
+    scale: jax.Array | None = None
+
+    def errors(self) -> jax.Array:
+        """float32[1, n, G, g]: what is owed, in the codec's domain."""
+        return residuals.load(self.residual, self.scale)
+
+    def with_errors(self, errors: jax.Array) -> EchoState:
+        """The state that owes these, float32[1, n, G, g], to the rounding of the format; as varying as this one."""
+        residual, scale = residuals.store(errors, self.layout.residual)
+        return self._varying_as_before(residual, scale)
+
+    def settled(self) -> EchoState:
+        """The state that owes nothing."""
+        return self._varying_as_before(*jax.tree.map(jnp.zeros_like, (self.residual, self.scale)))
+
+    def _varying_as_before(self, residual: jax.Array, scale: jax.Array | None) -> EchoState:
+        # So that a state can be the carry of a scan.
+        residual, scale = (
+            None if array is None else axes.match_varying(array, self.residual) for array in (residual, scale)
+        )
+        return EchoState(residual, self.layout, scale)  # pyright: ignore[reportArgumentType]
 
 
 def is_state(node: Any) -> bool:
@@ -87,11 +111,15 @@ def init_state(
 
     def init_leaf(leaf: Any) -> EchoState:
         layout = Layout.of(leaf.shape, axis_name, ranks, config)
-        return EchoState(
-            axes.zeros_varying((1, *layout.chunks_shape), config.residual_dtype, _state_axes(leaf, axis_name)), layout
-        )
+        varying = _state_axes(leaf, axis_name)
+        return _zeros((1, *layout.chunks_shape), layout, lambda of: axes.zeros_varying(of.shape, of.dtype, varying))
 
     return jax.tree.map(init_leaf, x)
+
+
+def _zeros(shape: tuple[int, ...], layout: Layout, make: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> EchoState:
+    residual, scale = residuals.array_shapes(shape, layout.residual)
+    return EchoState(make(residual), layout, None if scale is None else make(scale))
 
 
 def _state_axes(x: Any, axis_name: AxisName) -> tuple[Any, ...]:
@@ -128,8 +156,11 @@ def _init_global(x: Any, axis_name: AxisName, config: EchoConfig, mesh: Mesh, sp
         state_axes = tuple(name for name in mesh.axis_names if name in used)
         copies = int(np.prod([mesh.shape[name] for name in state_axes]))
         sharding = NamedSharding(mesh, PartitionSpec(state_axes))
-        shape = (copies, *layout.chunks_shape)
-        return EchoState(jax.jit(lambda: jnp.zeros(shape, config.residual_dtype), out_shardings=sharding)(), layout)
+        return _zeros(
+            (copies, *layout.chunks_shape),
+            layout,
+            lambda of: jax.jit(lambda: jnp.zeros(of.shape, of.dtype), out_shardings=sharding)(),
+        )
 
     return jax.tree.map(
         lambda leaf_spec, part: jax.tree.map(lambda leaf: init_leaf(leaf_spec, leaf), part), spec, x, is_leaf=_is_spec
@@ -159,7 +190,7 @@ def residual_stats(y: Any, state: Any) -> dict[str, jax.Array]:
         check_dtype(leaf, argument="y")
         check_shape(leaf, layout, "y")
         unit = layout.group_size**0.5 if layout.rotation == "hadamard" else 1.0
-        error = jnp.abs(leaf_state.residual.astype(jnp.float32)) * unit
+        error = jnp.abs(leaf_state.errors()) * unit
         groups = layout.to_chunks(leaf.astype(jnp.float32))
         finite = jnp.isfinite(groups)
         parts = (error**2).sum(), (jnp.where(finite, groups, 0.0) ** 2).sum(), (~finite.all(-1)).sum()

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from echo_jax import EchoConfig, EchoState, echo_psum
+from echo_jax import EchoConfig, EchoState, echo_psum, residuals
 from echo_jax.axes import varying_axes
 from echo_jax.codecs.rotation import hadamard_matrix
 from echo_jax.layout import Layout
@@ -80,15 +80,25 @@ def assert_equal_on_ranks(stacked: Any) -> None:
 
 def owed(state: EchoState) -> np.ndarray:
     """float64[ranks, *shape]: what every rank owes, in x's domain, from a state stacked by `on_ranks`."""
-    return np.stack([_back(one, state.layout) for one in np.asarray(state.residual, np.float64)[:, 0]])
+    return np.stack([_back(one, state.layout) for one in kept_errors(state)])
+
+
+def kept_errors(state: EchoState) -> np.ndarray:
+    """float64[ranks, n, G, g]: the same in the codec's domain."""
+    return np.asarray(state.errors(), np.float64)[:, 0]
 
 
 def residual_slack(state: EchoState) -> np.ndarray:
     """float64[ranks, *shape]: by how much `owed` may be off because residuals are stored in their dtype.
 
-    A stored residual is off by ROUNDING of itself; rotating back sums the g of a group, with any sign.
+    A stored residual is off by `residuals.rounding`: of itself, or, in 8 bits, of the largest of its group. Rotating
+    back sums the g of a group, with any sign.
     """
-    error = ROUNDING[state.layout.residual] * np.abs(np.asarray(state.residual, np.float64)[:, 0])
+    error = np.abs(kept_errors(state))
+    if state.layout.residual == "int8":
+        # In terms of what is kept: the largest code may stand for a magnitude that the scale's rounding cut off.
+        error = np.broadcast_to(error.max(-1, keepdims=True), error.shape) * 1.01
+    error = residuals.rounding(state.layout.residual) * error
     if state.layout.rotation == "hadamard":
         error = np.broadcast_to(error.sum(-1, keepdims=True), error.shape)
     return np.stack([state.layout.from_chunks(one) for one in error])
@@ -119,7 +129,9 @@ def compiled_psum(config: EchoConfig, ranks: int, mode: str = "check_vma") -> Ca
 def zero_state(x: np.ndarray, config: EchoConfig) -> EchoState:
     """What `init_state` gives, stacked: for partials x[ranks, ...]."""
     layout = Layout.of(x.shape[1:], "tp", len(x), config)
-    return EchoState(np.zeros((len(x), 1, *layout.chunks_shape), config.residual_dtype), layout)
+    shapes = residuals.array_shapes((len(x), 1, *layout.chunks_shape), layout.residual)
+    residual, scale = (None if of is None else np.zeros(of.shape, of.dtype) for of in shapes)
+    return EchoState(residual, layout, scale)
 
 
 KINDS = ("normal", "heavy-tailed", "one spike", "constant", "zero")

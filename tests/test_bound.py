@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROUNDING, on_ranks
+from helpers import on_ranks
 from jax import lax
 
 import echo_jax
-from echo_jax import EchoConfig
+from echo_jax import EchoConfig, residuals
 from echo_jax.codecs import CODECS
 
 RANKS, SHAPE = 4, (3, 256)
@@ -44,7 +44,7 @@ def _adversary(key: jax.Array, residual: jax.Array) -> jax.Array:
 def _worst_ratios(config: EchoConfig, calls: int) -> np.ndarray:
     """[ranks, 3]: for every rank and kind of group, the largest residual over its bound in `calls` calls."""
     codec = CODECS[config.codec]
-    c = codec.error_bound("float32") * (1 + ROUNDING[config.residual]) * FLOAT32
+    c = codec.error_bound("float32") * (1 + residuals.rounding(config.residual)) * FLOAT32
 
     def stream(key):
         rank = lax.axis_index("tp")
@@ -53,7 +53,7 @@ def _worst_ratios(config: EchoConfig, calls: int) -> np.ndarray:
 
         def call(carry, key):
             state, largest, worst = carry
-            z = _adversary(jax.random.fold_in(key, rank), state.residual[0].astype(jnp.float32))
+            z = _adversary(jax.random.fold_in(key, rank), state.errors()[0])
             x = layout.from_chunks(codec.rotate_back(z))
             _, state = echo_jax.echo_psum(x, "tp", state, config)
             seen = jnp.abs(codec.rotate(layout.to_chunks(x))).max(-1, keepdims=True)
@@ -63,7 +63,7 @@ def _worst_ratios(config: EchoConfig, calls: int) -> np.ndarray:
                 others = lax.psum(largest, "tp") - largest
                 owned = c / (1 - c) * (largest + (1 + c) / (1 - c) * others)
                 bound = jnp.where(jnp.arange(RANKS)[:, None, None] == rank, owned, bound)
-            ratio = (jnp.abs(state.residual[0].astype(jnp.float32)) / bound).max((0, 2))
+            ratio = (jnp.abs(state.errors()[0]) / bound).max((0, 2))
             return (state, largest, jnp.maximum(worst, ratio)), None
 
         start = state, jnp.zeros((RANKS, 3, 1)), jnp.zeros(3)

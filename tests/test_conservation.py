@@ -26,14 +26,14 @@ from hypothesis import strategies as st
 from jax import lax
 
 import echo_jax
-from echo_jax import EchoConfig
+from echo_jax import EchoConfig, residuals
 from echo_jax.codecs import CODECS
 
 # One value, odd, not a multiple of anything, a scalar, columns owned by ranks 1, 2 and 4, rows of whole groups, flat.
 SHAPES = ((1,), (), (7,), (3, 5, 11), (2, 128), (3, 96), (300,), (5, 33))
 
 dtypes = st.sampled_from(DTYPES)
-residuals = st.sampled_from(("bfloat16", "float32"))
+formats = st.sampled_from(residuals.FORMATS)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -45,7 +45,7 @@ seeds = st.integers(0, 2**32 - 1)
 def test_no_value_is_lost_whatever_the_code(codec, algorithm, data):
     ranks, mode, dtype = data.draw(st.sampled_from(RANKS)), data.draw(st.sampled_from(MODES)), data.draw(dtypes)
     config = EchoConfig(
-        codec, data.draw(st.sampled_from((32, 64, 128))), algorithm=algorithm, residual=data.draw(residuals)
+        codec, data.draw(st.sampled_from((32, 64, 128))), algorithm=algorithm, residual=data.draw(formats)
     )
     shape, kind = (ranks, *data.draw(st.sampled_from(SHAPES))), data.draw(st.sampled_from(KINDS))
     scale = 10.0 ** data.draw(st.integers(-3, 3) if dtype == "float16" else st.integers(-20, 20))
@@ -62,7 +62,7 @@ def test_no_value_is_lost_whatever_the_code(codec, algorithm, data):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("codec", ["hadamard_int4", "hadamard_int4.5", "int8"])
-@pytest.mark.parametrize("residual", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", residuals.FORMATS)
 @hypothesis.settings(max_examples=30, derandomize=True, deadline=None)
 @hypothesis.given(
     seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(KINDS), log_scale=st.floats(-20, 20), other=st.floats(-20, 20)
@@ -95,7 +95,7 @@ def test_with_float32_residuals_nothing_but_float32_rounding_is_lost():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("residual", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", residuals.FORMATS)
 def test_calls_of_any_algorithm_can_follow_each_other_in_one_stream_and_nothing_is_lost(residual):
     """Over a run of calls the law telescopes: the sum of all y and what is owed at the end is the sum of all x."""
     calls = [

@@ -63,11 +63,7 @@ class IntegerGrid:
 
     def encode(self, v: jax.Array) -> jax.Array:
         """float32[..., G, g] -> uint8[..., nbytes / 16, 16]. A group with a NaN or an infinity gets a NaN scale."""
-        scale = self._scale(v)
-        inverse = jnp.where(scale == 0, 0.0, 1.0 / scale)
-        # Shifted to start at 0, so that truncation rounds: every backend can do it without a floor instruction.
-        shifted = v * inverse + (0.5 - self.low)
-        codes = jnp.clip(shifted, 0.0, float(self.levels) - 0.5).astype(jnp.int32)
+        codes, scale = self.round(v)
         planes = packing.pack(self._to_words(codes), self.word_bits)
         scale_bits = (lax.bitcast_convert_type(scale[..., 0], jnp.uint32) >> 16).astype(jnp.uint16)
         scale_bytes = lax.bitcast_convert_type(scale_bits, jnp.uint8)
@@ -86,6 +82,17 @@ class IntegerGrid:
         scale_bits = lax.bitcast_convert_type(scale_bytes, jnp.uint16).astype(jnp.uint32) << 16
         scale = lax.bitcast_convert_type(scale_bits, jnp.float32)
         return codes.astype(jnp.float32) + self.low, scale[..., None]
+
+    def round(self, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """float32[..., g] -> (codes counted from 0, int32[..., g]; scales float32[..., 1], bfloat16 numbers).
+
+        A value is meant as (code + low) * scale.
+        """
+        scale = self._scale(v)
+        inverse = jnp.where(scale == 0, 0.0, 1.0 / scale)
+        # Counted from 0, so that truncation rounds: every backend can do it without a floor instruction.
+        shifted = v * inverse + (0.5 - self.low)
+        return jnp.clip(shifted, 0.0, float(self.levels) - 0.5).astype(jnp.int32), scale
 
     def _scale(self, v: jax.Array) -> jax.Array:
         """float32[..., G, g] -> float32[..., G, 1], already rounded to bfloat16."""

@@ -268,10 +268,13 @@ def _check_fits(found: dict[str, Any], wanted: dict[str, Any], step: int) -> Non
     ]
     other_ranks = False
     for path in (path for path in wanted if path in found):
+        converts = found[path]["layout"].get("residual") != wanted[path]["layout"]["residual"]
         for part in ("layout", "array"):
             saved, here = found[path][part], wanted[path][part]
             for key in (key for key in here if saved.get(key) != here[key]):
-                if key in ("residual", "dtype") or (key == "sharded_over" and None in (saved[key], here[key])):
+                if key == "residual" or (key == "dtype" and converts):
+                    continue
+                if key == "sharded_over" and None in (saved[key], here[key]):
                     continue
                 differences.append(f"{path}: {part} {key} {saved.get(key)!r} in the checkpoint, {here[key]!r} here")
                 other_ranks |= key == "ranks"

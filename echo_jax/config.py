@@ -60,7 +60,7 @@ class EchoConfig:
     feedback: bool = True
     algorithm: str = "auto"
     min_elements: int = MIN_ELEMENTS
-    residual: str = "bfloat16"
+    residual: str = "int8"
     backend: str = "auto"
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import echo_jax
-from echo_jax import EchoConfig, EchoState, Streams, checkpoint, init_state, init_streams
+from echo_jax import EchoConfig, EchoState, Streams, checkpoint, init_state, init_streams, residuals
 
 X = jax.ShapeDtypeStruct((8, 256), jnp.float32)  # batch sharded over 'data': (4, 256) on each rank
 SPEC = P("data")
@@ -43,6 +44,14 @@ def random_bits(state, seed=0):
         return jax.device_put(bits.astype(f"uint{8 * dtype.itemsize}").view(dtype), residual.sharding)
 
     return jax.tree.map(fill, state)
+
+
+def debts(config):
+    """A state that owes whole multiples of 1/8 up to 4."""
+    like = zero_state(config)
+    errors = np.random.default_rng(5).integers(-32, 33, like.residual.shape) / 8
+    shardings = jax.tree.map(lambda array: array.sharding, like)
+    return jax.jit(lambda state, errors: state.with_errors(errors), out_shardings=shardings)(like, jnp.float32(errors))
 
 
 def abstract(state):
@@ -158,7 +167,7 @@ def test_a_checkpoint_goes_on_from_compensated_to_exact_and_back(tmp_path, monke
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("residual", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", residuals.FORMATS)
 def test_restored_residuals_have_the_bits_that_were_saved_and_the_shardings_of_like(tmp_path, residual):
     like = zero_state(dataclasses.replace(CONFIG, residual=residual))
     state = random_bits(like)
@@ -167,6 +176,31 @@ def test_restored_residuals_have_the_bits_that_were_saved_and_the_shardings_of_l
         restored = restore(tmp_path, target)
         assert_same_bits(restored, state)
         assert restored.residual.sharding == like.residual.sharding
+
+
+@pytest.mark.parametrize("saved_as", residuals.FORMATS)
+@pytest.mark.parametrize("wanted", residuals.FORMATS)
+def test_a_state_kept_in_another_format_is_converted_and_rounded_once(tmp_path, saved_as, wanted):
+    state = debts(dataclasses.replace(CONFIG, residual=saved_as))
+    save(tmp_path, state, dataclasses.replace(CONFIG, residual=saved_as))
+    like = zero_state(dataclasses.replace(CONFIG, residual=wanted))
+    found = restore(tmp_path, like)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), found) == jax.tree.map(
+        lambda a: (a.shape, a.dtype, a.sharding), like
+    )
+    errors, before = np.asarray(found.errors()), np.asarray(state.errors())
+    np.testing.assert_allclose(errors, before, rtol=0, atol=residuals.rounding(wanted) * np.abs(before).max())
+    assert np.abs(before).max() > 0.1
+
+
+def test_a_checkpoint_of_the_release_before_is_read(tmp_path):
+    """tests/golden/checkpoint-1: written before residuals had a format of 8 bits, kept in bfloat16, then the default."""
+    wanted = debts(dataclasses.replace(CONFIG, residual="bfloat16"))
+    shutil.copytree(Path(__file__).parent / "golden/checkpoint-1", tmp_path / "old")
+    found = restore(tmp_path / "old", zero_state(dataclasses.replace(CONFIG, residual="bfloat16")))
+    assert_same_bits(found, wanted)
+    converted = restore(tmp_path / "old", zero_state(dataclasses.replace(CONFIG, residual="int8")))
+    np.testing.assert_allclose(converted.errors(), wanted.errors(), rtol=0, atol=4.1 / 251)
 
 
 def test_a_pytree_of_states_comes_back_in_its_structure_each_with_its_own_config(tmp_path):
@@ -247,10 +281,6 @@ def resized(*shape):
 REFUSED = {
     "rotation": (lambda: zero_state(dataclasses.replace(CONFIG, codec="int4")), "rotation 'hadamard' .* 'none' here"),
     "group size": (lambda: zero_state(dataclasses.replace(CONFIG, group_size=32)), "group_size 64 .* 32 here"),
-    "residual": (
-        lambda: zero_state(dataclasses.replace(CONFIG, residual="float32")),
-        "(?s)layout residual 'bfloat16' .*'float32' here.*array dtype 'bfloat16' .*'float32' here",
-    ),
     "scheme": (resized(8, 64), "(?s)shape .4, 256. .* .4, 64. here.*scheme 'columns' .* 'rows' here"),
     "equal sizes": (resized(16, 128), "layout shape .4, 256. in the checkpoint, .8, 128. here"),
     "ranks": (lambda: zero_state(mesh=make_mesh(4, 2)), "(?s)ranks 4 in .*, 2 here.*cannot be moved to another number"),
@@ -264,7 +294,7 @@ REFUSED = {
     ),
     "dtype": (
         lambda: jax.tree.map(lambda a: a.astype(jnp.float16), zero_state()),
-        "array dtype 'bfloat16' in the checkpoint, 'float16' here",
+        "array dtype 'float8_e4m3fn' in the checkpoint, 'float16' here",
     ),
     "extra states": (
         lambda: None,
@@ -378,11 +408,11 @@ def test_metadata_is_json_and_says_what_a_reader_must_know(monkeypatch):
         "group_size": 64,
         "scheme": "columns",
         "rotation": "hadamard",
-        "residual": "bfloat16",
+        "residual": "int8",
     }
     assert found["states"]["state.forward"]["array"] == {
         "shape": [8, 4, 4, 64],
-        "dtype": "bfloat16",
+        "dtype": "float8_e4m3fn",
         "sharded_over": [["data", 2], ["model", 4]],
     }
     monkeypatch.setattr("echo_jax.config.ALGORITHM_OVERRIDE", "exact")

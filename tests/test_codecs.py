@@ -48,6 +48,42 @@ def test_a_round_trip_is_off_by_at_most_the_stated_bound(codec, seed, kind, scal
 
 
 @pytest.mark.parametrize("codec", GRIDS)
+def test_the_stated_bound_holds_for_values_that_an_adversary_picks(codec):
+    """On the borders of codes, beside one huge value, all equal, of alternating signs, subnormal, negative zeros."""
+    grid = CODECS[codec].grid
+    half_steps = np.arange(GROUP) % (2 * grid.levels) / 2 + grid.low - 0.5
+    rows = [half_steps * scale for scale in (1, -1, 1 / 3, 1.00390625, 1e-20, 3e30)]
+    rows += [np.full(GROUP, value) for value in (1, -1, 1e-38, 1e-45, 3e38, -0.0, 1 / 3)]
+    rows += [np.where(np.arange(GROUP) % 2, a, b) for a, b in ((1, -1), (-1, 1), (1, -0.99), (1e-42, -1e-42), (0, -0.0))]
+    rows += [np.where(np.arange(GROUP) == 9, huge, 1.0) for huge in (1e4, -1e4, 1e30, -1e30, 8.5, -8.5)]
+    v = np.stack(rows).astype(np.float32)
+    rounded = np.asarray(_round_trip(codec)(v)[0])
+    largest = np.abs(np.float64(v)).max(-1, keepdims=True)
+    sent = largest[:, 0] >= 2.0**-125 * grid.high  # below, a group is sent as zeros
+    error = np.abs(np.float64(v) - np.float64(rounded))
+    assert (error <= (grid.error_bound + 4 * 2.0**-24) * largest)[sent].all()
+    assert not rounded[~sent].any() and (~sent).sum() >= 4
+    assert np.isfinite(rounded).all()
+
+
+@pytest.mark.parametrize("codec", GRIDS)
+def test_what_a_code_says_is_rounded_to_itself(codec):
+    """Under its own scale, any scale: decoding and rounding again changes no code."""
+    grid = CODECS[codec].grid
+    whole = np.arange(grid.low, grid.high + 1, dtype=np.float32)
+    scale = np.float32(jnp.asarray(np.geomspace(1e-30, 1e30, 4001), jnp.bfloat16))[:, None]
+    again = jax.jit(lambda v, scale: jnp.trunc(v * (1.0 / scale) + (0.5 - grid.low)) + grid.low)(whole * scale, scale)
+    np.testing.assert_array_equal(again, np.broadcast_to(whole, again.shape))
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8"])
+def test_codes_whose_largest_value_sets_the_scale_send_what_they_said_unchanged(codec):
+    """The others do not: they clip the largest by up to half a step, so that what they said asks for a finer step."""
+    once = np.asarray(_round_trip(codec)(partials(4, (200, GROUP), "heavy-tailed"))[0])
+    np.testing.assert_array_equal(_round_trip(codec)(once)[0], once)
+
+
+@pytest.mark.parametrize("codec", GRIDS)
 def test_the_stated_bound_is_reached_within_a_tenth(codec):
     """A bound that nothing comes near would let a worse code pass the tests that lean on it."""
     v = partials(0, (2000, GROUP))

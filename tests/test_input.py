@@ -214,7 +214,7 @@ def test_a_state_whose_array_is_not_of_its_layout_s_dtype_is_refused(function):
         cast = jax.tree.map(lambda leaf: leaf.astype(jnp.int32), state_of())
         function(X, "tp", cast, CONFIG)
 
-    refuses(call, ValueError, "state.residual must be bfloat16", "found int32")
+    refuses(call, ValueError, "state.residual must be float8_e4m3fn", "found int32")
 
 
 @pytest.mark.parametrize("axis_name", [(), ("tp", "tp"), ["tp"], 0])

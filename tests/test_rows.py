@@ -3,7 +3,7 @@
 import hypothesis
 import numpy as np
 import pytest
-from helpers import compiled_psum, partials, zero_state
+from helpers import compiled_psum, kept_errors, partials, zero_state
 from hypothesis import strategies as st
 
 from echo_jax import EchoConfig
@@ -24,7 +24,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.code
 
 def _residual_by_row(state):
     """[ranks, rows, values]: what every rank owes for each row."""
-    residual = np.asarray(state.residual)[:, 0]  # [ranks, n, G, g]: with columns owned, G runs over rows first
+    residual = kept_errors(state)  # [ranks, n, G, g]: with columns owned, G runs over rows first
     rows = state.layout.shape[-2]
     by_row = residual.reshape(len(residual), RANKS, rows, -1).swapaxes(1, 2)
     return by_row.reshape(len(residual), rows, -1)

@@ -217,17 +217,18 @@ def test_a_tuple_of_axes_is_summed_over_as_one(algorithm, check_vma):
     def calls(axis_name, x):
         y, state = echo_jax.echo_psum(x, axis_name, echo_jax.init_state(x, axis_name, config), config)
         again, state = echo_jax.echo_psum(x, axis_name, state, config)
-        return y, again, state.residual
+        return y, again, state
 
     x = partials(8, (8, 3, 512))
     out_specs = (P(), P(), P(both))
     sums = jax.shard_map(
         lambda x: calls(both, x[0]), mesh=mesh, in_specs=P(both), out_specs=out_specs, check_vma=check_vma
     )
-    y, again, residual = jax.jit(sums)(x)
+    y, again, state = jax.jit(sums)(x)
     wanted, wanted_again, _ = on_ranks(functools.partial(calls, "tp"), 8)(x)
     # What 16 partials of two calls make, told apart from what is owed.
-    state = EchoState(np.asarray(residual)[:, None], zero_state(x, config).layout)
+    stacked = jax.tree.map(lambda array: np.asarray(array)[:, None], state)
+    state = EchoState(stacked.residual, zero_state(x, config).layout, stacked.scale)
     delivered = np.float64(y) + np.float64(again) + owed(state).sum(0)
     allowed = 1e-4 + 2 * residual_slack(state).sum(0).max()  # 1e-4: float32, values up to 8, rotations of 64 values
     np.testing.assert_allclose(delivered, 2 * np.float64(x).sum(0), rtol=0, atol=allowed)

@@ -1,10 +1,10 @@
 """The formats in which errors are kept between calls.
 
-'float32' and 'bfloat16' are casts. 'int8' is a code of 8 bits with a scale a group: whole numbers k from -126 to 126 and
-a bfloat16 scale, largest magnitude / 126. A residual has to be a float, or it could not travel as a cotangent, so k is
-kept as the bits of a float8_e4m3fn: |k| in its lower seven bits, the sign in the eighth. None of these 253 patterns is a
-NaN or a negative zero, so that whatever adds a zero to one, as automatic differentiation may, gives the same bits back;
-nothing else may be computed from them but by `load`.
+'float32' and 'bfloat16' are casts. 'int8' is a code of 8 bits with a scale a group: whole numbers k from -126 to 126
+and a bfloat16 scale, largest magnitude / 126. A residual has to be a float, or it could not travel as a cotangent, so k
+is kept as the bits of a float8_e4m3fn: |k| in its lower seven bits, the sign in the eighth. None of these 253 patterns
+is a NaN or a negative zero, so that whatever adds a zero to one, as automatic differentiation may, gives the same bits
+back; nothing else may be computed from them but by `load`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _GRID = IntegerGrid(low=-126, high=126, clip=0)
 _SIGN = 128
 
 
-def array_shapes(
-    shape: tuple[int, ...], residual: str
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
+def array_shapes(shape: tuple[int, ...], residual: str) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
     """Of the arrays that keep float32[..., g] in a format: (codes [..., g], scales [...] or None)."""
     if residual == "int8":
         return jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(shape[:-1], jnp.bfloat16)

@@ -1,8 +1,8 @@
 """A call's local stages in plain JAX: the meaning that every other backend is held to.
 
 Shapes: n ranks, G groups a chunk, g values a group, B lines of 16 bytes a chunk. `values` and what is owed are
-float32[n, G, g] in the codec's domain. Every stage is a pure function of one rank's data; the collectives between them are in
-`collectives.py`.
+float32[n, G, g] in the codec's domain. Every stage is a pure function of one rank's data; the collectives between them
+are in `collectives.py`.
 
     encode    x, owing             ->  wire uint8[n, B, 16], the values that were meant, what rounding left behind
     reduce    n wire chunks, own   ->  wire uint8[B, 16] of the sum, what rounding left behind

@@ -53,10 +53,8 @@ class EchoState:
 
     def _varying_as_before(self, residual: jax.Array, scale: jax.Array | None) -> EchoState:
         # So that a state can be the carry of a scan.
-        residual, scale = (
-            None if array is None else axes.match_varying(array, self.residual) for array in (residual, scale)
-        )
-        return EchoState(residual, self.layout, scale)  # pyright: ignore[reportArgumentType]
+        match = lambda array: axes.match_varying(array, self.residual)  # noqa: E731
+        return EchoState(match(residual), self.layout, None if scale is None else match(scale))
 
 
 def is_state(node: Any) -> bool:

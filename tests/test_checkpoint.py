@@ -194,7 +194,7 @@ def test_a_state_kept_in_another_format_is_converted_and_rounded_once(tmp_path, 
 
 
 def test_a_checkpoint_of_the_release_before_is_read(tmp_path):
-    """tests/golden/checkpoint-1: written before residuals had a format of 8 bits, kept in bfloat16, then the default."""
+    """tests/golden/checkpoint-1: written before residuals had a format of 8 bits; kept in bfloat16."""
     wanted = debts(dataclasses.replace(CONFIG, residual="bfloat16"))
     shutil.copytree(Path(__file__).parent / "golden/checkpoint-1", tmp_path / "old")
     found = restore(tmp_path / "old", zero_state(dataclasses.replace(CONFIG, residual="bfloat16")))

@@ -54,7 +54,9 @@ def test_the_stated_bound_holds_for_values_that_an_adversary_picks(codec):
     half_steps = np.arange(GROUP) % (2 * grid.levels) / 2 + grid.low - 0.5
     rows = [half_steps * scale for scale in (1, -1, 1 / 3, 1.00390625, 1e-20, 3e30)]
     rows += [np.full(GROUP, value) for value in (1, -1, 1e-38, 1e-45, 3e38, -0.0, 1 / 3)]
-    rows += [np.where(np.arange(GROUP) % 2, a, b) for a, b in ((1, -1), (-1, 1), (1, -0.99), (1e-42, -1e-42), (0, -0.0))]
+    rows += [
+        np.where(np.arange(GROUP) % 2, a, b) for a, b in ((1, -1), (-1, 1), (1, -0.99), (1e-42, -1e-42), (0, -0.0))
+    ]
     rows += [np.where(np.arange(GROUP) == 9, huge, 1.0) for huge in (1e4, -1e4, 1e30, -1e30, 8.5, -8.5)]
     v = np.stack(rows).astype(np.float32)
     rounded = np.asarray(_round_trip(codec)(v)[0])

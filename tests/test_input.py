@@ -171,7 +171,7 @@ def test_a_state_is_needed_with_feedback_and_refused_without(function):
     [
         (EchoConfig(group_size=32), "group_size", "32", "64"),
         (EchoConfig("int4"), "rotation", "'none'", "'hadamard'"),
-        (EchoConfig(residual="float32"), "residual", "'float32'", "'bfloat16'"),
+        (EchoConfig(residual="float32"), "residual", "'float32'", "'int8'"),
     ],
 )
 def test_a_state_of_another_layout_is_refused_and_the_difference_named(function, other, field, found, wanted):

@@ -83,8 +83,8 @@ def test_the_command_prints_a_table_writes_its_files_and_ends_with_a_json_list(
         # Four layers: what is dropped is a fourth of all roundings.
         assert 0 < of["settled"]["kl_mean"] < of["dropped"]["kl_mean"] < of["plain"]["kl_mean"]
     prefill = {row["config"]: row for row in rows if row["phase"] == "prefill"}
-    # The embedding's sum and eight others of 4.5 bits each, and the flush; of nine sums of 16 bits. Without feedback the
-    # embedding is exact.
+    # The embedding's sum and eight others of 4.5 bits each, and the flush; of nine sums of 16 bits. Without feedback
+    # the embedding is exact.
     assert prefill["hadamard_int4-32-plain"]["bits"] == pytest.approx((8 * 4.5 + 16) / 9, rel=0.01)
     assert prefill["hadamard_int4-32-dropped"]["bits"] == pytest.approx(4.5, rel=0.01)
     assert prefill["hadamard_int4-32-settled"]["bits"] == pytest.approx(10 * 4.5 / 9, rel=0.01)

@@ -36,7 +36,8 @@ def program(args: train.Args, optimizer: optax.GradientTransformation | None = N
     )
     optimizer = optimizer or train.make_optimizer(train.PRESETS["tiny"], args)
     mesh = train.make_mesh(args.mesh)
-    return train.Program(config, optimizer, mesh, BATCH, SEQUENCE, accumulate=args.accumulate, carry=args.end == "carry")
+    carry = args.end == "carry"
+    return train.Program(config, optimizer, mesh, BATCH, SEQUENCE, accumulate=args.accumulate, carry=carry)
 
 
 def begin(step: train.Program) -> Any:

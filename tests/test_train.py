@@ -456,7 +456,7 @@ def test_every_preset_traces_on_eight_devices(preset: str, model: int):
     vocab_size = chosen.model.vocab_size or 256
     config = dataclasses.replace(chosen.model, vocab_size=vocab_size, comm=train.communication(args, "echo"))
     mesh = train.make_mesh(args.mesh)
-    program = train.Program(config, train.make_optimizer(chosen, args), mesh, chosen.batch, chosen.sequence, carry=False)
+    program = train.Program(config, train.make_optimizer(chosen, args), mesh, chosen.batch, chosen.sequence)
     state, streams = jax.eval_shape(lambda: program.init(transformer.init_params(config, jax.random.key(0), mesh)))
     windows = jax.ShapeDtypeStruct((chosen.batch, chosen.sequence + 1), jnp.int32)
     new_state, new_streams, row = jax.eval_shape(program.train_step, state, streams, {}, windows)

@@ -41,9 +41,7 @@ def read(wire: bytes, groups: int, group: int, low: int, levels: int, codes_per_
                     words[g][b + part * nbytes] |= (byte >> (part * width) & (1 << width) - 1) << shift
         position += math.ceil(groups * nbytes / 16) * 16
         shift += width
-    scales = [
-        struct.unpack("<f", b"\0\0" + wire[position + 2 * g : position + 2 * g + 2])[0] for g in range(groups)
-    ]
+    scales = [struct.unpack("<f", b"\0\0" + wire[position + 2 * g : position + 2 * g + 2])[0] for g in range(groups)]
     assert len(wire) == position + math.ceil(2 * groups / 16) * 16
     digits = [
         [low + word // levels ** (codes_per_word - 1 - d) % levels for d in range(codes_per_word) for word in row]

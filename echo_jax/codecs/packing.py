@@ -8,6 +8,8 @@ second, and so on. Nothing is shuffled, whole registers are shifted and joined.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -28,9 +30,7 @@ def pack(words: jax.Array, word_bits: int) -> list[jax.Array]:
     for width in piece_widths(word_bits):
         piece = (words >> shift) & ((1 << width) - 1)
         parts = jnp.split(piece, 8 // width, axis=-1)
-        joined = parts[0]
-        for n, part in enumerate(parts[1:], 1):
-            joined = joined | (part << (n * width))
+        joined = functools.reduce(jnp.bitwise_or, (part << (n * width) for n, part in enumerate(parts)))
         planes.append(joined.astype(jnp.uint8))
         shift += width
     return planes
@@ -38,10 +38,9 @@ def pack(words: jax.Array, word_bits: int) -> list[jax.Array]:
 
 def unpack(planes: list[jax.Array], word_bits: int) -> jax.Array:
     """Inverse of `pack`: planes, uint8[..., m * width / 8] each -> int32[..., m]."""
-    words, shift = None, 0
+    pieces, shift = [], 0
     for plane, width in zip(planes, piece_widths(word_bits), strict=True):
         parts = [(plane >> (n * width)) & ((1 << width) - 1) for n in range(8 // width)]
-        piece = jnp.concatenate(parts, axis=-1).astype(jnp.int32) << shift
-        words = piece if words is None else words | piece
+        pieces.append(jnp.concatenate(parts, axis=-1).astype(jnp.int32) << shift)
         shift += width
-    return words
+    return functools.reduce(jnp.bitwise_or, pieces)

@@ -5,9 +5,10 @@
 
 The library's own calls run on one device a rank (virtual CPU devices where there are no others), in float32, so that
 nothing but the codes differs. The exact model is computed in the same way with `lax.psum`. A configuration reads
-CODEC-GROUP-END: END is `plain` (no feedback), `dropped` (fed back, the last error dropped) or `settled` (fed back, and
-flushed above the last layer); `exact` is the exact model itself. GROUP is the largest group allowed: rows of 576 values
-take groups of 64 where 128 are allowed.
+CODEC-GROUP-END: CODEC is a code of the library or one that others have published (`peer_codes.py`); END is `plain` (no
+feedback), `dropped` (fed back, the last error dropped) or `settled` (fed back, and flushed above the last layer);
+`exact` is the exact model itself. GROUP is the largest group allowed: rows of 576 values take groups of 64 where 128
+are allowed.
 
 Columns: bits, all bits that a bfloat16 program sends over the axis for these tokens (embedding and settling included),
 over the values that it would send in 16 bits; KL divergence from the exact model's next-token distribution in nats, its
@@ -39,6 +40,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import echo_jax
+from benchmarks import peer_codes
 from echo_jax import EchoConfig, Streams, wire
 from echo_jax.codecs import CODECS
 from echo_jax.nn import EXACT, vocab_parallel_cross_entropy
@@ -375,4 +377,5 @@ def plot(rows: list[dict[str, Any]]) -> Any:
 
 
 if __name__ == "__main__":
+    CODECS.update(peer_codes.PEERS)  # in this process alone: no program that imports the library can choose them
     main(tyro.cli(Args))

@@ -40,7 +40,7 @@ class Grid(Protocol):
         ...
 
     def decode(self, wire: jax.Array, groups: int, group_size: int) -> tuple[jax.Array, jax.Array]:
-        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1])."""
+        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1 or g])."""
         ...
 
 
@@ -89,7 +89,10 @@ class Codec:
     def decode(
         self, wire: jax.Array, groups: int, group_size: int, dtype: jax.typing.DTypeLike
     ) -> tuple[jax.Array, jax.Array]:
-        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1]); value = product."""
+        """uint8[..., nbytes / 16, 16] -> (codes float32[..., G, g], scales float32[..., G, 1 or g]); value = product.
+
+        Scales that differ within a group have its shape; only codes that do not rotate can have them.
+        """
         if self.grid is not None:
             return self.grid.decode(wire, groups, group_size)
         grouped = wire.reshape(*wire.shape[:-2], groups, group_size, np.dtype(dtype).itemsize)

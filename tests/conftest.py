@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,3 +31,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> "Lab":
 
     lab.once("text", write)
     return lab
+
+
+@pytest.fixture(scope="module")
+def compiled_fast() -> Iterator[None]:
+    """For tests that compile much and compute little: machine code is not optimized, which takes a third of the time.
+
+    What XLA fuses, sends and allocates stays as it is.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -29,16 +29,9 @@ QWEN3 = TransformerConfig(
 )  # fmt: skip
 LLAMA = dataclasses.replace(QWEN3, qk_norm=False, tie_embeddings=False, rope_theta=1e4, num_kv_heads=4)
 FAMILIES = pytest.mark.parametrize("family", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 ECHO = EchoConfig(group_size=32, algorithm="two_shot")
 WINDOWS = np.random.default_rng(0).integers(0, QWEN3.vocab_size, (4, 17)).astype(np.int32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_fast():
-    """A third of the time that these tests take otherwise, nearly all of it compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def with_sums(config, sums):

@@ -53,8 +53,12 @@ class Lab:
         return self.folder / "text" / "text.txt"
 
     def flags(self, workdir: Path, end: str) -> list[str]:
-        """Small activations, so min_elements 0: the sums would all be exact. Cadences that fall on different steps."""
-        flags = f"--end {end} --steps {STEPS} --save-every {SAVE_EVERY} --eval-every {EVAL_EVERY} --eval-batches 2"
+        """Small activations, so min_elements 0: the sums would all be exact. Cadences that fall on different steps.
+
+        Every kind of sum is coded, and runs of one process and of two have the same program, compiled once.
+        """
+        flags = "--mesh data=2,model=2 --dp-comm echo "
+        flags += f"--end {end} --steps {STEPS} --save-every {SAVE_EVERY} --eval-every {EVAL_EVERY} --eval-batches 2"
         flags += " --log-every 1 --batch 4 --sequence 32 --min-elements 0"
         return [*flags.split(), "--data", str(self.text), "--workdir", str(workdir)]
 
@@ -183,14 +187,26 @@ def wait_for_rows(workdir: Path, process: subprocess.Popen[str], rows: int) -> N
 
 
 def uninterrupted(lab: Lab, end: str) -> Path:
-    """A run that nothing stopped, and result.json; the one that settles is followed by its --compare run."""
+    """A run that nothing stopped, followed by its --compare run, and result.json."""
 
     def make(folder: Path) -> None:
-        ended = run(lab, [*lab.flags(folder, end), *(["--compare"] if end == "settle" else [])])
+        ended = run(lab, [*lab.flags(folder, end), "--compare"])
         assert ended.code == 0, ended.stderr
         (folder / "result.json").write_text(ended.stdout.splitlines()[-1])
 
     return lab.once(f"uninterrupted-{end}", make)
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def killed_after(reference: Path, step: int, workdir: Path) -> None:
+    """A folder as a kill leaves it: `reference` without the checkpoints after a step, whose metrics are there."""
+    shutil.copytree(reference, workdir)
+    for later in saved_steps(workdir):
+        if later > step:
+            shutil.rmtree(workdir / "checkpoints" / str(later))
 
 
 def published(lab: Lab) -> Path:
@@ -213,7 +229,7 @@ def published(lab: Lab) -> Path:
 
 
 def tuning(lab: Lab) -> list[str]:
-    return ["--model", str(published(lab)), "--mesh", "data=2,model=2"]
+    return ["--model", str(published(lab))]
 
 
 # --- runs of several processes ----------------------------------------------------------------------------------------

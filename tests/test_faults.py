@@ -191,13 +191,13 @@ def test_a_full_disk_ends_the_run_with_an_error_and_older_checkpoints_are_as_the
     """The disk has room for two checkpoints. With more room the run goes on."""
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
-    ended = mounted(lab, lab.flags(disk, "settle"), "18m", f'TRAIN; code=$?; cp -r "$DIR" {kept}; exit $code')
+    ended = mounted(lab, lab.flags(disk, "carry"), "18m", f'TRAIN; code=$?; cp -r "$DIR" {kept}; exit $code')
     assert ended.returncode == 1, ended.stdout
     assert "OSError: the checkpoint of step" in ended.stderr and "cannot be written to" in ended.stderr
     (*_, step) = saved_steps(kept)
     assert step < 12
     assert saved_arrays(kept)["state"]["step"] == step
-    last = run(lab, lab.flags(kept, "settle"))
+    last = run(lab, lab.flags(kept, "carry"))
     assert last.code == 0, last.stderr
     assert f"going on from step {step}" in last.stdout
 
@@ -205,7 +205,7 @@ def test_a_full_disk_ends_the_run_with_an_error_and_older_checkpoints_are_as_the
 @can_mount
 def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(lab: Lab, tmp_path: Path):
     script = 'mount -o remount,ro "$DIR" && TRAIN'
-    ended = mounted(lab, lab.flags(tmp_path, "settle"), "9m", script)
+    ended = mounted(lab, lab.flags(tmp_path, "carry"), "9m", script)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
     assert "Read-only file system" in last and str(tmp_path) in last
@@ -214,15 +214,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(lab: Lab, tmp_
 def test_a_run_with_a_damaged_checkpoint_goes_on_where_asked_to_with_the_bits_of_one_that_was_not(
     lab: Lab, tmp_path: Path
 ):
-    flags = lab.flags(tmp_path, "carry")
-    assert run(lab, flags, "SIGTERM Metrics.write 11 after").code != 0
-    *_, newest = saved_steps(tmp_path)
-    truncate(next((tmp_path / "checkpoints" / str(newest) / "state" / "d").iterdir()), random.Random(0))
+    workdir = Path(shutil.copytree(uninterrupted(lab, "carry"), tmp_path / "run"))
+    flags = lab.flags(workdir, "carry")
+    truncate(next((workdir / "checkpoints" / "12" / "state" / "d").iterdir()), random.Random(0))
     refused = run(lab, flags)
     assert refused.code == 1
-    assert f"ValueError: the checkpoint of step {newest} in" in refused.stderr and "is damaged" in refused.stderr
+    assert "ValueError: the checkpoint of step 12 in" in refused.stderr and "is damaged" in refused.stderr
     ended = run(lab, [*flags, "--fall-back"])
     assert ended.code == 0, ended.stderr
     assert "going on from step 8" in ended.stdout
-    assert (tmp_path / "checkpoints-damaged" / str(newest)).is_dir()
-    assert_same_end(tmp_path, uninterrupted(lab, "carry"))
+    assert (workdir / "checkpoints-damaged" / "12").is_dir()
+    assert_same_end(workdir, uninterrupted(lab, "carry"))

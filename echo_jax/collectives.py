@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from echo_jax import axes, residuals, stages
+from echo_jax import axes, probe, residuals, stages
 from echo_jax.axes import AxisName
 from echo_jax.codecs import CODECS
 from echo_jax.config import EchoConfig
@@ -66,6 +66,8 @@ def echo_psum(
       TypeError: x or config of the wrong type. ValueError: unknown axis, state of another layout or structure.
     """
 
+    config = probe.probed(config, name or "echo_psum")
+
     def call(x: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         x = _varying_over_axis(x, axis_name)
         if axes.is_vmapped(axis_name):
@@ -102,6 +104,8 @@ def echo_psum_grad(
     Raises:
       ValueError: no check_vma=True; x varies over the axis already; and as `echo_psum`.
     """
+
+    config = probe.probed(config, name or "echo_psum_grad")
 
     def call(x: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         return _echo_psum_grad(x, state, layout, config)
@@ -148,6 +152,8 @@ def flush(
             raise ValueError(f"{name or 'flush'}: exact must be True with rows, found {exact!r}")
         return _flush_rows(y, axis_name, state, config, jnp.asarray(rows), name or "flush")
 
+    config = probe.probed(config, name or "flush")
+
     def call(y: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         if state is None:
             return y, None
@@ -173,6 +179,8 @@ def flush_grad(
     Returns:
       (x, state), unchanged.
     """
+
+    config = probe.probed(config, name or "flush_grad")
 
     def call(x: jax.Array, state: EchoState | None, layout: Layout) -> tuple[jax.Array, EchoState | None]:
         if state is None:
@@ -278,6 +286,7 @@ def _check_conjugate(x: Any, axis_name: AxisName, name: str) -> None:
                 )
 
 
+@probe.measured
 def _compensated_sum(
     x: jax.Array, state: EchoState | None, layout: Layout, config: EchoConfig
 ) -> tuple[jax.Array, EchoState | None]:

@@ -1,4 +1,5 @@
-"""What a program sends: its collectives, counted from the traced program itself, and their bytes.
+"""What a program sends: its collectives, counted from the traced program itself, and their bytes; and, by `probe`,
+what each of its compensated sums costs in quality.
 
 Nothing here is an estimate of what the library means to send; `collectives` walks the jaxpr that will be compiled.
 Bytes are those that one rank sends under the bandwidth-optimal algorithm of each collective (ring), as nccl-tests
@@ -16,6 +17,18 @@ import jax
 import numpy as np
 
 from echo_jax.axes import AxisName, axis_names
+from echo_jax.probe import ProbedCall, ProbeReport, probe
+
+__all__ = [
+    "Collective",
+    "ProbeReport",
+    "ProbedCall",
+    "bits_effective",
+    "collectives",
+    "over_axis",
+    "probe",
+    "report",
+]
 
 # Bytes that one of n ranks sends for each byte of the operand.
 _SENT_PER_BYTE: dict[str, Callable[[int], float]] = {

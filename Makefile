@@ -67,7 +67,7 @@ wheel: $(VENV)/python.stamp
 	@ls dist/*.whl
 
 docs: $(VENV)/docs.stamp
-	JAX_PLATFORMS=cpu $(BIN)/pdoc --docformat google --output-directory build/docs echo_jax echo_jax.nn echo_jax.checkpoint echo_jax.wire echo_jax.codecs pallas_kernels
+	JAX_PLATFORMS=cpu $(BIN)/pdoc --docformat google --output-directory build/docs echo_jax echo_jax.nn echo_jax.checkpoint echo_jax.wire echo_jax.probe echo_jax.residuals echo_jax.codecs pallas_kernels
 
 clean:
 	rm -rf $(VENV) $(OTHER) build dist .pytest_cache .ruff_cache .hypothesis

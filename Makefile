@@ -21,6 +21,8 @@ N ?= 4
 RATE ?=
 BIN := $(VENV)/bin
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+# Neighbours stay in one process, which compiles what they share once; who is done first takes some of the other's.
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: train generate cluster quality test test-other soak lint format wheel docs clean
 
@@ -38,7 +40,7 @@ quality: $(VENV)/benchmarks.stamp $(VENV)/smollm2.stamp
 	$(BIN)/python -m benchmarks.quality $(ARGS)
 
 test: $(VENV)/test.stamp $(VENV)/parity.stamp $(VENV)/smollm2.stamp
-	$(PYTEST) -n 2 $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(PYTEST) -m soak $(ARGS)
@@ -50,7 +52,7 @@ test-other:
 test-with:
 	@echo "quick tests on $$($(OTHER_PYTHON) --version) ($(OTHER_PYTHON))"
 	$(MAKE) --no-print-directory VENV=$(OTHER) PYTHON=$(OTHER_PYTHON) $(OTHER)/test.stamp
-	JAX_PLATFORMS=cpu $(OTHER)/bin/python -m pytest -n 2 -m quick $(ARGS)
+	JAX_PLATFORMS=cpu $(OTHER)/bin/python -m pytest $(PARALLEL) -m quick $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ QWEN3 = TransformerConfig(
 LLAMA = dataclasses.replace(
     QWEN3, qk_norm=False, tie_embeddings=False, rope_theta=1e4, num_kv_heads=6, rope_scaling=RopeScaling(8.0, 1, 4, 16)
 )
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 ECHO = EchoConfig(group_size=32, algorithm="two_shot")
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 96, length).tolist() for length in (7, 70, 1, 33)]
@@ -85,8 +86,17 @@ def greedy_without_a_cache(config, prompt, count):
     return tokens[0, len(prompt) : len(prompt) + count].tolist()
 
 
-@pytest.mark.parametrize("family", [QWEN3, LLAMA], ids=["qwen3", "llama"])
-@pytest.mark.parametrize("ranks", [1, 3, 6])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param(QWEN3, 1, id="qwen3-1", marks=pytest.mark.soak),
+        pytest.param(QWEN3, 3, id="qwen3-3"),
+        pytest.param(QWEN3, 6, id="qwen3-6"),
+        pytest.param(LLAMA, 1, id="llama-1", marks=pytest.mark.soak),
+        pytest.param(LLAMA, 3, id="llama-3"),
+        pytest.param(LLAMA, 6, id="llama-6", marks=pytest.mark.soak),
+    ],
+)
 def test_a_batch_of_prompts_gets_the_texts_that_each_gets_alone_without_a_cache_on_one_device(family, ranks):
     """Two key/value heads are fewer than three and six ranks, and whole on each of them."""
     config = with_sums(family, EXACT)
@@ -138,7 +148,10 @@ def test_sums_below_the_gate_stay_exact_and_have_nothing_to_settle():
     assert texts(generator, PROMPTS[:1], 4) == texts(exact, PROMPTS[:1], 4)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.5, 0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(Sampling(), id="greedy", marks=pytest.mark.soak), pytest.param(Sampling(1.5, 0.9), id="sampled")],
+)
 def test_nothing_is_carried_from_one_request_or_another_shape_to_the_next(sampling):
     generator = generator_of(with_sums(QWEN3, ECHO), 3, sampling)
     first = texts(generator, PROMPTS[:2], 6, seed=3)

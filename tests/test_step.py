@@ -17,6 +17,7 @@ import train
 from models import transformer
 from models.transformer import TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 BATCH, SEQUENCE = 8, 16
 POISON = 255  # as the first token of a rank's first window
 

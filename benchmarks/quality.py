@@ -50,11 +50,23 @@ from models.transformer import Communication, TransformerConfig
 
 SPEECH = "1941-Roosevelt-1"
 ENDS = ("plain", "dropped", "settled")
-DEFAULT_CONFIGS = (
-    "exact",
-    *(f"{code}-{end}" for code in ("int4-64", "int4-32", "hadamard_int4-64", "hadamard_int4-32") for end in ENDS),
-    *(f"int8-64-{end}" for end in ENDS),
+CODES = (
+    "hadamard_int3-64",
+    "hadamard_int4-64",
+    "hadamard_int4-32",
+    "hadamard_int4.5-64",
+    "hadamard_int5-64",
+    "hadamard_int6-64",
+    "int4-64",
+    "int4-32",
+    "int8-64",
+    "quickreduce_q4-32",
+    "mxfp4-32",
+    "nvfp4-32",
+    "fp4_e2m1-32",
+    "block_fp8-64",
 )
+DEFAULT_CONFIGS = ("exact", *(f"{code}-{end}" for code in CODES for end in ENDS))
 _SHARDED = P(None, None, MODEL)  # logits, over the vocabulary
 
 

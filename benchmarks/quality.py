@@ -353,37 +353,46 @@ def write(out: Path, model: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]]) -> Any:
-    """One row of axes a text: KL against bits, a line a code and end; error of the residual stream against depth."""
+    """One row of axes a text: KL against bits, a point a configuration; error of the residual stream against depth.
+
+    Colour is the code, marker and dashes the end. A line joins the rotated codes, which differ in bits alone.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     rows = [row for row in rows if row["phase"] == "prefill" and row["config"] != "exact"]
     texts = list(dict.fromkeys(row["text"] for row in rows))
-    colours = {code: f"C{n}" for n, code in enumerate(dict.fromkeys(row["config"].split("-")[0] for row in rows))}
-    figure, axes = pyplot.subplots(len(texts), 2, figsize=(14, 4 * len(texts)), squeeze=False)
-    styles = {"plain": ":", "dropped": "--", "settled": "-"}
+    codes = list(dict.fromkeys(row["config"].split("-")[0] for row in rows))
+    colours = dict(zip(codes, pyplot.get_cmap("tab20").colors, strict=False))
+    dashes, markers = dict(zip(ENDS, (":", "--", "-"), strict=True)), dict(zip(ENDS, "x^o", strict=True))
+
+    figure, axes = pyplot.subplots(len(texts), 2, figsize=(15, 5 * len(texts)), squeeze=False)
     for text, (by_bits, by_depth) in zip(texts, axes, strict=True):
-        lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        rotated: dict[str, list[tuple[float, float]]] = {}
         for row in (row for row in rows if row["text"] == text):
-            code, group, end = row["config"].split("-")
-            lines.setdefault((code, end), []).append((row["bits"], row["kl_mean"]))
-            if end != "settled":  # it comes above the last layer: up to there it is the same as dropping
-                label = f"{code}-{group}, {'plain' if end == 'plain' else 'fed back'}"
-                width = 2.4 if int(group) < 64 else 1.2
+            code, _, end = row["config"].split("-")
+            point = row["bits"], row["kl_mean"]
+            by_bits.plot(*point, markers[end], color=colours[code])
+            if code.startswith("hadamard"):
+                rotated.setdefault(end, []).append(point)
+            # Settling comes above the last layer: up to there it is the same as dropping.
+            if end != "settled" and code not in peer_codes.PEERS:
                 error = row["error_by_depth"]
-                by_depth.plot(range(1, len(error) + 1), error, styles[end], color=colours[code], lw=width, label=label)
-        for (code, end), points in lines.items():
-            x, y = zip(*sorted(points), strict=True)
-            by_bits.plot(x, y, styles[end], marker="o", color=colours[code], label=f"{code}, {end}")
+                by_depth.plot(range(1, len(error) + 1), error, dashes[end], color=colours[code], lw=1)
+        for end, points in rotated.items():
+            by_bits.plot(*zip(*sorted(points), strict=True), dashes[end], color="grey", lw=1, zorder=0)
         by_bits.set(title=f"{text}: divergence from the exact model", xlabel="bits a value", yscale="log")
         by_bits.set_ylabel("mean KL (nats)")
         by_depth.set(title=f"{text}: error of the residual stream", xlabel="layers", yscale="log")
         by_depth.set_ylabel("rms of the error / rms")
-        for axis in (by_bits, by_depth):
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        by_bits.grid(alpha=0.3, which="both")
+        by_depth.grid(alpha=0.3, which="both")
+    handles = [Line2D([], [], color=colours[code], marker="s", ls="", label=code) for code in codes]
+    handles += [Line2D([], [], color="grey", marker=markers[end], ls=dashes[end], label=end) for end in ENDS]
+    axes[0, 1].legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     return figure
 

@@ -39,8 +39,9 @@ class EchoConfig:
     """How one compensated sum, or one stream of them, is carried out. Frozen and hashable: it can be a static argument.
 
     Attributes:
-      codec: the code on the wire, a key of `echo_jax.codecs.CODECS`: 'hadamard_int4', 'int4', 'int8' or 'none'
-        (values in x's own dtype, summed in float32).
+      codec: the code on the wire, a key of `echo_jax.codecs.CODECS`: 'hadamard_int3', 'hadamard_int4',
+        'hadamard_int4.5', 'hadamard_int5', 'hadamard_int6', 'int4', 'int8', or 'none' (values in x's own dtype, summed
+        in float32). docs/codes.md says what each does to a model.
       group_size: values that share a scale, at most: a power of two from 32 to 1024. The group that a call uses is the
         largest power of two up to it that divides the last axis (`echo_jax.layout.Layout`).
       feedback: whether rounding errors are kept and added to the next call. Without it the state is None.

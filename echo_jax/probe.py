@@ -105,9 +105,7 @@ def probe(fn: Callable[..., Any], *args: Any) -> ProbeReport:
     exactly, in float32, and takes a median of them; two outputs are kept at a time. Calls in the backward pass of a
     gradient that fn takes are measured too. A call that is exact as configured (one rank, few values) is left out.
 
-    Print the report for a table, as this one of three blocks:
-
-        name           calls  error      worst   stream     worst   output if exact  gain
+    Print the report for a table with each call's place in the three rankings; docs/codes.md has one of a real model.
 
     Args:
       fn: a function of arrays, jitted or not (donated arguments are kept), that sums inside shard_map, scans, gradients

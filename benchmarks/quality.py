@@ -49,7 +49,7 @@ from models.generate import MODEL, likeliest, make_mesh
 from models.transformer import Communication, TransformerConfig
 
 SPEECH = "1941-Roosevelt-1"
-ENDS = ("plain", "dropped", "settled")
+ENDS: tuple[str, ...] = ("plain", "dropped", "settled")
 CODES = (
     "hadamard_int3-64",
     "hadamard_int4-64",
@@ -366,8 +366,9 @@ def plot(rows: list[dict[str, Any]]) -> Any:
     rows = [row for row in rows if row["phase"] == "prefill" and row["config"] != "exact"]
     texts = list(dict.fromkeys(row["text"] for row in rows))
     codes = list(dict.fromkeys(row["config"].split("-")[0] for row in rows))
-    colours = dict(zip(codes, pyplot.get_cmap("tab20").colors, strict=False))
-    dashes, markers = dict(zip(ENDS, (":", "--", "-"), strict=True)), dict(zip(ENDS, "x^o", strict=True))
+    colours = dict(zip(codes, matplotlib.color_sequences["tab20"], strict=False))
+    dashes: dict[str, Any] = dict(zip(ENDS, (":", "--", "-"), strict=True))
+    markers: dict[str, Any] = dict(zip(ENDS, "x^o", strict=True))
 
     figure, axes = pyplot.subplots(len(texts), 2, figsize=(15, 5 * len(texts)), squeeze=False)
     for text, (by_bits, by_depth) in zip(texts, axes, strict=True):
